@@ -1,4 +1,4 @@
-"""python -m services.trainer: the service that owns the Megatron world that learns."""
+"""python -m services.trainer: the trainer service, which owns the training ranks' Megatron world."""
 
 import asyncio
 

@@ -1,5 +1,5 @@
-"""The trainer of a rehearsal: the real intake, packing, plans, step files and commits, and no model. Learning and
-broadcasting only take the time that they would take.
+"""The trainer of a rehearsal: real intake, packing, plans, step files and commits, but no model. Learning and
+broadcasting only sleep for their simulated time.
 """
 
 import time
@@ -27,11 +27,11 @@ from services.trainer.loop.weight_broadcast import WeightBroadcaster
 from services.trainer.megatron.world import initialize
 
 FORWARD_SPEED = 3.0
-"""Forward passes alone are this many times as fast as forward and backward."""
+"""Assumed speed of a forward pass alone, relative to forward and backward together."""
 
 
 class ScriptedLearner:
-    """Has the methods of `Learner` that a step's commands call. Sleeps instead of computing (`[rehearsal]`)."""
+    """Simulated learner: has the methods of `Learner` that a step's commands call, and sleeps as `[rehearsal]` says."""
 
     def __init__(self, config: RunConfig) -> None:
         """Join the world of the trainer's ranks."""
@@ -54,7 +54,7 @@ class ScriptedLearner:
         return self.step
 
     def report_to(self, report: Callable[[str], None]) -> None:
-        """Report nothing: a pass sleeps."""
+        """Ignore `report`: simulated passes have no progress."""
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool = False) -> None:
         """Wait for the simulated time of forward and backward."""
@@ -63,7 +63,7 @@ class ScriptedLearner:
         time.sleep(tokens / self._tokens_per_second)
 
     def log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        """Return float32 [T] for each micro-batch, after the simulated time of a forward pass."""
+        """Return zeros, float32 [T] for each micro-batch, after the simulated time of a forward pass."""
         tokens = sum(len(batch.tokens) for batch in micro_batches)
         time.sleep(tokens / self._tokens_per_second / FORWARD_SPEED)
         return [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
@@ -71,13 +71,13 @@ class ScriptedLearner:
     def frozen_columns(
         self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = (), name: str | None = None
     ) -> list[dict[str, NDArray[np.float32]]]:
-        """Return the columns of a reference in the ranks, after the simulated time of its forward pass."""
+        """Return zeros as log-probs of a reference in the trainer's ranks, after a forward pass's simulated time."""
         return [{REF_LOGPROBS: logprobs} for logprobs in self.log_probs(micro_batches)]
 
     def log_probs_and_experts(
         self, micro_batches: Sequence[PackedMicroBatch]
     ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
-        """Return `log_probs`, and as many experts as a model would report."""
+        """Return `log_probs`, and zeros for the chosen experts, in the shape that a model would report."""
         experts = [np.zeros((len(batch.tokens), *self._rehearsal.experts), np.uint8) for batch in micro_batches]
         return self.log_probs(micro_batches), experts
 
@@ -102,7 +102,7 @@ class ScriptedLearner:
         self._tokens = 0
 
     def checksum(self) -> int:
-        """Return the checksum of weights that don't exist."""
+        """Return 0: there are no weights."""
         return 0
 
     def save_hf(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ class ScriptedBroadcaster:
 
 
 class ScriptedRank(Rank):
-    """A rank without a model."""
+    """A trainer rank with simulated learner and broadcaster, and without a model."""
 
     def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
         names = (f"model.layers.{index // 10}.mlp.experts.{index}.weight" for index in range(config.rehearsal.tensors))

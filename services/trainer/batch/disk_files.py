@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-"""The system's error number in an error of safetensors."""
+"""Pattern of the system's error number in an error message of safetensors."""
 
 
 def sync(path: Path) -> None:
@@ -26,9 +26,9 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def errors_of_the_system(path: Path) -> Iterator[None]:
-    """Write a file with safetensors in the block, with the permissions and errors of other files.
+    """Context for writing a file with safetensors: give it usual permissions, and raise OSError for system errors.
 
-    safetensors lets only the owner read its files, and raises other errors.
+    safetensors itself lets only the owner read its files, and raises SafetensorError.
     """
     path.touch()
     permissions = path.stat().st_mode
@@ -48,7 +48,7 @@ Progress = Callable[[int], None]
 """Callback with the bytes processed since the last call."""
 
 THREADS = 8
-"""Files at the same time."""
+"""Maximum number of files processed at the same time."""
 REPORT_SECONDS = 0.2
 """Seconds between two reports of progress."""
 
@@ -69,7 +69,7 @@ def in_parallel(
         The results by name.
 
     Raises:
-        Exception: what the first piece that failed has raised, once all have ended.
+        Exception: the error of the first failed piece, after all pieces have ended.
     """
     done: SimpleQueue[int] = SimpleQueue()
     with ThreadPoolExecutor(THREADS, "files", initializer=begin) as pool:

@@ -32,14 +32,14 @@ class MalformedGroup(ValueError):
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """Shape of the model that the column of routed experts must fit."""
+    """Sizes of the model that the column of routed experts must fit."""
 
     layers: int
-    """Layers with experts."""
+    """Number of layers in the column."""
     top_k: int
-    """Experts of each token."""
+    """Number of experts per token."""
     experts: int
-    """Experts of each layer."""
+    """Number of experts per layer."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TrainGroup:
 
     @property
     def routed_tokens(self) -> list[int]:
-        """Rows of each sequence in the column of routed experts: its tokens but the last."""
+        """Number of rows of each sequence in the column of routed experts: its tokens except the last."""
         return [max(tokens - 1, 0) for tokens in self.sequence_tokens]
 
     @property
@@ -123,17 +123,16 @@ class TrainGroup:
 
         Args:
             indices: indices of the sequences.
-            packed: the group's columns that they carry.
+            packed: the group's columns that the sequences carry.
             algorithm: source of the token weights.
             temperature: sampling temperature.
             prompt: the column with the prompt that sequences share.
-            version: version of the weights that compute the log-probs to be compared with the engine's; None if they
-                are of no version. Log-probs of tokens of this version are comparable, unless the sequence spans a
-                weight update with a stale cache.
+            version: version of the weights that compute the trainer's log-probs; None if they have no version. Tokens
+                of this version have comparable log-probs, unless the sequence spans a weight update with a stale cache.
             media: reads the media, for a model that takes them.
 
         Raises:
-            AlgorithmError: the token weights aren't what they must be.
+            AlgorithmError: the algorithm's token weights are invalid.
         """
         seen = None if media is None else media.read(self.columns)
         columns, bounds = self.columns, bounds_of(self.lengths)
@@ -162,7 +161,7 @@ class TrainGroup:
 
 
 def bounds_of(lengths: NDArray[np.integer] | Sequence[int]) -> NDArray[np.int64]:
-    """Return the begin of each of some neighbours in the per-token columns, and their end: [len(lengths) + 1]."""
+    """Return the offsets of consecutive sections in the per-token columns, and their end: [len(lengths) + 1]."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -180,8 +179,8 @@ def check_group(
         group_id: the group.
         columns: its columns.
         names: the columns that the run's train stage needs.
-        routing: what its routed experts must fit; None if they are known to fit, or there are none.
-        candidates: what columns of candidates must have for each token; None: all as many.
+        routing: shape that the routed experts must fit; None if they are known to fit, or there are none.
+        candidates: required number of candidates per token; None: any number, equal in all columns.
         media: the model's tokens for media, which the group's must fit; None if they are known to fit.
 
     Raises:
@@ -304,7 +303,7 @@ def model_of(config: RunConfig, role: str, columns: Mapping[str, Any]) -> str:
     """Return the name of the model that scores a group with these columns.
 
     Raises:
-        ValueError: no teacher is for its source.
+        ValueError: no teacher is configured for the group's source.
     """
     if role != TEACHER:
         return config.roles.frozen[role].model

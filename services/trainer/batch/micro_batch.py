@@ -12,7 +12,7 @@ from services.trainer.batch.sequence_media import PackedMedia, SequenceMedia, pa
 from services.trainer.megatron.rank_messages import message
 
 UNROUTED = -1
-"""Stands for the experts of tokens without given ones."""
+"""Number in place of an expert, for tokens without given experts."""
 
 
 class PackingError(ValueError):
@@ -28,8 +28,8 @@ class TrainSequence:
     loss_mask: NDArray[np.uint8]
     """uint8 [L]: 1 for tokens to train on; 0 for the first token, which nothing predicts."""
     columns: Mapping[str, NDArray[Any]]
-    """float32 [L] each: the board's columns that the loss reads, and "rollout_logprobs". Those of candidates are
-    [L, k], their ids int32."""
+    """float32 [L] each: the board's columns that the loss reads, and "rollout_logprobs". Columns of
+    candidates are [L, k], with int32 ids."""
     weight: NDArray[np.float32]
     """float32 [L]: aggregation weight, from `Algorithm.token_weights`."""
     logprobs_comparable: NDArray[np.uint8]
@@ -39,8 +39,8 @@ class TrainSequence:
     prompt_length: int = 0
     """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: no shared prompt."""
     experts: NDArray[np.int16] | None = None
-    """int16 [L, layers, top_k]: experts for the routers; UNROUTED: the router's own choice. None: its own choice
-    everywhere."""
+    """int16 [L, layers, top_k]: experts that the routers must use; UNROUTED: the router chooses. None: the routers
+    always choose."""
     media: SequenceMedia | None = None
     """Media in the tokens, if there are any."""
 
@@ -69,7 +69,7 @@ class TrainSequence:
             logprobs_comparable: [R] or one value: whether the log-prob is comparable with the engine's, because the
                 engine had the same weights and a cache written by them.
             temperature: sampling temperature, > 0.
-            experts: [P + R - 1, layers, top_k]: experts of all tokens but the last, from which nothing is predicted.
+            experts: [P + R - 1, layers, top_k]: experts of all tokens except the last, which predicts nothing.
             media: media of the prompt and in the response, if there are any.
 
         Raises:
@@ -119,7 +119,7 @@ class PackedMicroBatch:
     cu_seqlens: NDArray[np.int32]
     """int32 [sequences + 1]: begin of each sequence's tokens, and T."""
     prefixes: NDArray[np.int32]
-    """int32 [sequences, 2]: beginning and length of the shared prompt stored with an earlier one (length 0: none)."""
+    """int32 [sequences, 2]: start and length of the shared prompt stored with an earlier sequence (length 0: none)."""
     previous: NDArray[np.int64]
     """int64 [T]: index of the previous token in the sequence, which predicts this one; -1 for the first."""
     loss_mask: NDArray[np.uint8]
@@ -159,12 +159,12 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
     """Pack sequences into one micro-batch, in this order.
 
     Sequences of a group start with the same prompt, whose hidden states are the same for all of them under causal
-    attention. So the prompt is computed once, and its gradient is the sum of theirs.
+    attention. So the prompt is computed once, and its gradient is the sum over the sequences.
 
     Args:
-        sequences: at least one, all with the same columns, and either all or none with experts. One without a prompt to
-            share may be among others that share one.
-        share_prompts: store a prompt once as long as the sequences that have one have the same.
+        sequences: at least one, all with the same columns, and either all or none with experts. Sequences
+            without a shared prompt may stand between sequences that share one.
+        share_prompts: whether to store a prompt once for the sequences that share it.
 
     Raises:
         PackingError: there are no sequences.
@@ -214,7 +214,7 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
 def empty_micro_batch(columns: Iterable[str]) -> PackedMicroBatch:
     """Return a micro-batch with these columns and no trained token, for ranks with fewer micro-batches than others.
 
-    It brings no experts: the routers choose those of its token.
+    It has no experts: the routers choose them.
     """
     zeros, mask = np.zeros(1, np.float32), np.zeros(1, np.uint8)
     return pack([TrainSequence(np.zeros(1, np.int64), mask, no_values(columns, 1), zeros, mask)])
@@ -269,7 +269,7 @@ def _positions_with_media(
 
 
 def _with_last(experts: NDArray[np.integer], tokens: int) -> NDArray[np.int16]:
-    """Return the experts of all tokens from those of all except the last, whose experts the router chooses."""
+    """Append the last token's experts: UNROUTED, so that the router chooses them."""
     if len(experts) != tokens - 1:
         raise PackingError(f"experts has {len(experts)} rows: it must have {tokens - 1}, for all tokens but the last")
     found = np.full((tokens, *experts.shape[1:]), UNROUTED, np.int16)

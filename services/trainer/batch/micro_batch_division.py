@@ -10,14 +10,14 @@ from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, MiniBatch, SequenceSlice
 
 LOOKAHEAD = 1
-"""Micro-batches per rank that are packed in addition to a round's. The round gets the fullest of all: without them its
-last ones would stay half empty."""
+"""Number of micro-batches per rank that are packed beyond a round's. The round takes the fullest of all; without the
+additional ones, its last micro-batches would stay half empty."""
 MAX_REPEAT = 2
-"""Tokens that attention sees, over those of the budget. It repeats a prompt for each sequence that shares it, and its
-memory grows with that."""
+"""Maximum ratio of the tokens that attention processes to the token budget. Attention repeats a shared prompt for each
+sequence, and its memory grows with these tokens."""
 ATTENTION_LENGTH = 32_768
-"""Number of preceding tokens from which attention to them costs as much as a token's other computation. It is 6 times
-the hidden size: 24 k to 49 k for 4 k to 8 k channels."""
+"""Number of preceding tokens at which a token's attention costs as much as its other computation: about 6 times the
+hidden size, so 24 k to 49 k for hidden sizes of 4 k to 8 k."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SequenceSize:
 
     @property
     def tokens(self) -> int:
-        """Tokens with the prompt."""
+        """Number of tokens with the prompt."""
         return self.prompt + self.response
 
     @property
@@ -54,11 +54,11 @@ class _Bin:
     """Tokens that attention processes; a shared prompt counts for each sequence."""
 
     def cost(self, sequence: SequenceSize) -> int:
-        """Tokens that the row grows by when the sequence is added."""
+        """Return the tokens by which the row grows if the sequence is added."""
         return sequence.response if sequence.group_id in self.groups else sequence.tokens
 
     def fits(self, sequence: SequenceSize, budget: int) -> bool:
-        """Return whether the sequence fits. Any sequence fits into an empty micro-batch."""
+        """Return True if the sequence fits. Any sequence fits into an empty micro-batch."""
         if not self.sequences:
             return True
         within = self.attended + sequence.tokens <= MAX_REPEAT * budget
@@ -94,7 +94,7 @@ class Packer:
     def add(
         self, group_id: str, prompt_tokens: int, lengths: Sequence[int], shares_prompt: Sequence[int] | None = None
     ) -> None:
-        """Add a group's sequences, none of which is above the budget with its prompt.
+        """Add a group's sequences. With its prompt, each must fit into the budget.
 
         Args:
             group_id: the group.
@@ -109,7 +109,7 @@ class Packer:
         ]
 
     def full_round(self) -> MicroBatchRound | None:
-        """Return a round of the fullest micro-batches, if enough sequences are there."""
+        """Return a round of the fullest micro-batches; None while there are too few sequences."""
         count = self._dp_size * self._per_rank
         if _row_tokens(self._sequences) < (count + LOOKAHEAD * self._dp_size) * self._budget:
             return None
@@ -121,7 +121,7 @@ class Packer:
         return self._round(chosen, self._per_rank)
 
     def rest(self) -> MicroBatchRound | None:
-        """Return the rest as one round; None if it is empty."""
+        """Return the remaining sequences as one round; None if there are none."""
         sequences, self._sequences = self._sequences, []
         if not sequences:
             return None
@@ -146,7 +146,7 @@ class Packer:
 
 
 def pack_bins(sequences: Sequence[SequenceSize], budget: int) -> list[_Bin]:
-    """Pack sequences into few micro-batches: best fit, longest first; a group's together where that saves room.
+    """Pack sequences into few micro-batches: best fit, longest first, a group's together where that saves room.
 
     The same sequences give the same micro-batches, in whatever order they came.
     """
@@ -194,14 +194,14 @@ def _slices(sequences: Sequence[SequenceSize]) -> MicroBatchSlices:
 
 
 def split(groups: Sequence[TrainGroup], count: int, seed: Sequence[int]) -> list[list[TrainGroup]]:
-    """Divide groups into mini-batches with about as many tokens, and as many groups except one.
+    """Divide groups into mini-batches of similar token counts, whose group counts differ by at most one.
 
-    The division depends on nothing but the groups' tokens, their order and the seed. Groups of about the same size go
+    The division depends only on the groups' tokens, their order and the seed. Groups of about the same size go
     to different mini-batches, so that none has only long answers.
 
     Args:
         groups: a step's groups, in order.
-        count: number of mini-batches, at most that of groups.
+        count: number of mini-batches, at most the number of groups.
         seed: seeds of the random choice among equals, and of the mini-batches' order.
 
     Returns:
@@ -213,7 +213,7 @@ def split(groups: Sequence[TrainGroup], count: int, seed: Sequence[int]) -> list
     chosen: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for begin in range(0, len(groups), count):
-        # One group for each, the largest for that which has the fewest tokens.
+        # One group for each mini-batch: the largest group for the mini-batch with the fewest tokens.
         lightest_first = sorted(range(count), key=lambda number: loads[number])
         for number, index in zip(lightest_first, largest_first[begin : begin + count], strict=False):
             chosen[number].append(index)

@@ -34,22 +34,22 @@ KEPT_BYTES = 1 << 30
 @message
 @dataclass(frozen=True)
 class DecodedItem:
-    """An item in its normal form."""
+    """A decoded media item in its normal form."""
 
     sha256: str
     """Hash of the item: its identity."""
     grid: Grid
     values: NDArray[Any]
-    """Pixels, uint8 [height, width, 3], of a video with one frame below the other; or samples, int16 [samples]."""
+    """Pixels, uint8 [height, width, 3], a video's frames below one another; or a sound's samples, int16 [samples]."""
     kind: str = IMAGE
     """One of `relaxd.media.placeholders.KINDS`."""
     times: tuple[float, ...] = ()
-    """Seconds of a video's times."""
+    """A video's timestamps, in seconds."""
     sound: NDArray[np.int16] | None = None
     """Samples of a video's own sound, which is then part of its grid: int16 [samples]."""
 
     def parts(self) -> "list[DecodedItem]":
-        """Return the towers' inputs in order: of a video with its own sound the frames, then the sound."""
+        """Return the towers' inputs in order; for a video with its own sound, the frames, then the sound."""
         (first, grid), *sounds = parts_of(self.sha256, self.grid)
         found = [replace(self, sha256=first, grid=grid, sound=None)]
         for name, size in sounds:
@@ -89,10 +89,10 @@ class SequenceMedia:
             sequence: expanded token ids, [P].
             items: their media.
             tokens: the model's tokens for media.
-            begins: index of each item's first token; None: every token of media is an item's.
+            begins: index of each item's first token; None: all media tokens belong to the items.
 
         Raises:
-            MediaError: the tokens of media aren't those of these items.
+            MediaError: the media tokens don't match the items.
         """
         times = [item.times for item in items]
         layout = lay_out(sequence, [item.grid for item in items], tokens, begins=begins, times=times)
@@ -122,10 +122,10 @@ class GroupMediaReader:
         self._cache = MediaCache(KEPT_BYTES)
 
     def read(self, columns: Mapping[str, Any]) -> "list[SequenceMedia | None]":
-        """Return the media of each sequence of a group, those of a prompt that it shares included; None without any.
+        """Return each sequence's media, including a shared prompt's media; None for a sequence without media.
 
         Args:
-            columns: the group's, checked by `check_media`.
+            columns: the group's columns, checked by `check_media`.
         """
         count, of_prompt = len(columns["lengths"]), columns.get(PROMPT_MEDIA) or ()
         of_sequences = columns.get(SEQUENCE_MEDIA) or [()] * count
@@ -164,8 +164,8 @@ def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
     """Check the columns of a group whose prompt or sequences may have media.
 
     Args:
-        columns: the group's.
-        tokens: the model's tokens for media, which prompt and sequences must have; None: this isn't checked.
+        columns: the group's columns.
+        tokens: the model's tokens for media, which prompt and sequences must have; None: don't check this.
 
     Raises:
         ValueError: they are malformed, or don't fit the prompt or the sequences.

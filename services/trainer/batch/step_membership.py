@@ -42,7 +42,7 @@ class DeliveredGroup:
 
     @property
     def critic_step(self) -> int:
-        """The last step on which the critic was trained that gave the values, in a run with a critic service."""
+        """Last training step of the critic that computed the values, in a run with a critic service."""
         return int(self.group.columns[CRITIC_STATE]["step"])
 
 
@@ -51,7 +51,7 @@ class Selection:
     """Groups chosen for a step."""
 
     chosen: list[DeliveredGroup]
-    """Groups for the step now."""
+    """Groups that the step takes now."""
     may_close: bool
     """True if the step is then complete and need not wait for more."""
 
@@ -93,14 +93,14 @@ def choose(
 
 
 def may_close(members: Collection[str], due: Collection[str], groups_per_step: int) -> bool:
-    """Return whether the step has enough groups and no other open group must join it."""
+    """Return True if the step has enough groups and no other open group must join it."""
     return len(members) >= groups_per_step and not set(due) - set(members)
 
 
 class GroupRefusals:
-    """Looks at each group once, before it has a place in a step: a step that has it can only be discarded as a whole.
+    """Checks each group once, before a step takes it: a step with a bad group can only be discarded as a whole.
 
-    Where the trainer computes the advantages, there is no advantage stage that could have filtered it.
+    If the trainer computes the advantages, no advantage stage has filtered the groups, so this class does.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class GroupRefusals:
 class ReceiptCheck:
     """Compares the receipts of groups with the digests of sent weights.
 
-    The board keeps those of versions that a step may still train on.
+    The board keeps the digests of versions that a step may still train on.
     """
 
     def __init__(self, sent_weights: Callable[[], Mapping[int, Sequence[str]]], *, may_be_unknown: bool) -> None:
@@ -160,7 +160,7 @@ class ReceiptCheck:
         """The last answer of `sent_weights`, without newer versions."""
 
     def problem(self, group: TrainGroup, oldest: int) -> str:
-        """Return which engine wrote samples with weights that were never sent; "" if none did.
+        """Return a description of the first receipt that is missing or names weights that were never sent; "" if none.
 
         Versions before `oldest` are too old to be trained on, and the board has forgotten their digests: their receipts
         are not compared. Raises BoardError.
@@ -194,11 +194,11 @@ class ReceiptCheck:
 
 
 def written_by(group: TrainGroup) -> set[tuple[int, int]]:
-    """Return the (sample, version) of all tokens that are trained on."""
+    """Return the distinct (sample, version) pairs of all trained tokens."""
     trained = group.columns["loss_mask"] != 0
     samples = np.repeat(group.columns["sample_of_sequence"], group.lengths)[trained]
     versions = group.columns["versions"][trained]
-    # Neighbours are mostly equal: only the first of each stretch is looked at.
+    # Most neighbours are equal: keep only the first of each run of equal ones.
     first = np.ones(len(versions), bool)
     first[1:] = (versions[1:] != versions[:-1]) | (samples[1:] != samples[:-1])
     return set(zip(samples[first].tolist(), versions[first].tolist(), strict=True))

@@ -58,7 +58,7 @@ class MicroBatchRound:
         return {piece.group_id for rank in self.micro_batches for micro_batch in rank for piece in micro_batch}
 
     def to_json(self) -> list[Any]:
-        """The round as lists: rank, micro-batch, [group id, [sequences]]."""
+        """Return the round as nested lists: ranks, micro-batches, [group id, [sequence indices]]."""
         return [
             [[[piece.group_id, list(piece.sequences)] for piece in micro_batch] for micro_batch in rank]
             for rank in self.micro_batches
@@ -85,7 +85,7 @@ class MiniBatch:
     rounds: tuple[MicroBatchRound, ...]
     """The micro-batches, in order."""
     samples: int
-    """Samples of all its groups."""
+    """Number of samples in all its groups."""
     trained_tokens: int
     """Number of tokens with mask 1 in all its groups."""
     normalizer: float
@@ -195,14 +195,14 @@ class StepPlan:
 
 
 SCHEDULE = 20
-"""Micro-batches in a schedule, for each stage except the last, while a step fills. A stage then idles for a 21st of
-it."""
+"""Number of micro-batches in a pipeline schedule per stage except the last, while a step fills. A stage then idles for
+a 21st of the schedule."""
 
 
 def schedule_length(stages: int, chunks: int = 1) -> int:
-    """Return the micro-batches on each data-parallel rank with which training starts before a step is full.
+    """Return the number of micro-batches per data-parallel rank in a round that runs before the step is full.
 
-    With several chunks it is a multiple of `stages`, with which they go best through chunks (`group_size`).
+    With several chunks it is a multiple of `stages`, for the smallest `group_size`.
     """
     length = max(1, SCHEDULE * (stages - 1))
     return length if chunks == 1 else length + -length % stages
@@ -211,8 +211,8 @@ def schedule_length(stages: int, chunks: int = 1) -> int:
 def group_size(micro_batches: int, stages: int) -> int:
     """Return the number of micro-batches that a stage takes through one chunk before the next chunk.
 
-    The minimum at which no stage waits for another one: the number of stages, also in the last group.
-    Megatron refuses others. More of them take more memory.
+    This is the smallest size at which each group, also the last, has at least one micro-batch per stage. Megatron
+    refuses smaller groups; larger ones take more memory.
 
     Raises:
         ValueError: there are fewer micro-batches than stages.
@@ -275,7 +275,7 @@ def write_step_file(path: Path, plan: StepPlan, groups: Mapping[str, Columns]) -
         groups: columns by group id, of every group in the plan.
 
     Raises:
-        OSError: it can't be written, such as on a full disk; nothing of it is left there.
+        OSError: the file can't be written, for example on a full disk; no part of it remains.
     """
     tensors: dict[str, np.ndarray] = {}
     for group_id in plan.groups:

@@ -46,7 +46,7 @@ from services.trainer.megatron.rank_messages import command
 from services.trainer.reference_models.model_rank import world_config
 
 COLUMNS = ("prompt_tokens", "tokens", "lengths", "sample_of_sequence", "shares_prompt", "loss_mask", "reward", VALUES)
-"""Columns of a step file that the critic reads, besides RETURNS, which needn't be finite."""
+"""Columns of a step file that the critic reads. It also reads RETURNS, which needn't be finite."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 class CriticLearner(Checkpointed):
     """The critic, its gradients and its optimizer. All ranks make the same calls in the same order.
 
-    A step has the updates of the policy's, on the same groups and with the same normalisers. Micro-batches are its own.
+    A step has the policy's updates, with the same groups and normalisers, but is divided into other micro-batches.
     """
 
     def __init__(self, config: RunConfig, report: Callable[[str], None] | None = None) -> None:
@@ -85,17 +85,17 @@ class CriticLearner(Checkpointed):
         self._sums: dict[str, Tensor] = {}
 
     def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
-        """Compute the column VALUES of the tokens with loss_mask 1: [T], on all ranks."""
+        """Return the column VALUES of each micro-batch, [T], on all ranks, computed for tokens with loss_mask 1."""
         return [{VALUES: row} for row in self._critic.values(micro_batches)]
 
     def train(self, file: StepFile, progress: Callable[[], None] = lambda: None) -> None:
         """Train on the next step, and call `progress` after each round of micro-batches.
 
-        An update that isn't finite is skipped, whatever became of the policy's.
+        An update whose loss or gradient isn't finite is skipped, whether or not the policy's was.
 
         Raises:
             StepFileError: the file has no values or returns, or its groups are malformed.
-            TooManySkippedUpdates: this update and too many before weren't finite.
+            TooManySkippedUpdates: too many updates in a row weren't finite.
         """
         groups = {group_id: self._group(group_id, file) for group_id in file.plan.groups}
         updates: list[UpdateStats] = []
@@ -110,7 +110,7 @@ class CriticLearner(Checkpointed):
             self._check_skipped(updates[-1])
         self.step += 1
         found = step_metrics(updates, 1)
-        # A column of JSON has no NaN, which the numbers of a skipped update may be.
+        # JSON has no NaN, but the numbers of a skipped update may be NaN.
         of_critic = {name: value for name, value in found.items() if name.startswith("value_")}
         self.metrics = {name: value for name, value in of_critic.items() if math.isfinite(value)}
         self.metrics["value_skipped_updates"] = found["skipped_updates"]
@@ -125,7 +125,7 @@ class CriticLearner(Checkpointed):
         self._wait_for_copies()
         loaded = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
         self._optimizer_steps, self.metrics, self.step = loaded.optimizer_steps, loaded.metrics, step
-        # With it a critic that restarts, and repeats the steps since, fails again where it has failed.
+        # So that a restarted critic, which repeats the steps since the checkpoint, fails at the same update.
         self._skipped_in_a_row = loaded.skipped_in_a_row
         self._discard()
 
@@ -205,14 +205,14 @@ class CriticLearner(Checkpointed):
 
 @dataclass
 class CriticRank(CommandedRank):
-    """The state of a rank that trains the critic. Its `run_folder` is the critic's, in that of the run."""
+    """The state of a rank that trains the critic. Its `run_folder` is the critic's folder, inside the run's."""
 
     learner: CriticLearner
     """The critic."""
     steps_of: Path
     """The run's folder, with the step files."""
     progress: Callable[[], None] = lambda: None
-    """Rank 0: called between two rounds of a step."""
+    """Called after each round of a step; rank 0 reports progress with it."""
 
     @property
     def record_folder(self) -> Path:
@@ -226,13 +226,13 @@ class CriticRank(CommandedRank):
 
 @command
 def compute_values(rank: CriticRank, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
-    """Return the columns of micro-batches with their values."""
+    """Return the column VALUES of each micro-batch."""
     return rank.learner.values(micro_batches)
 
 
 @command
 def train_step(rank: CriticRank, step: int, plan: Mapping[str, Any]) -> None:
-    """Read a committed step's file, and train on it; `plan`: its plan in the ledger. Raises StepFileError."""
+    """Read a committed step's file, and train on it; `plan`: the step's plan in the ledger. Raises StepFileError."""
     with rank.channel.disk.all_ranks(f"reading the file of step {step}") as progress:
         file = read_committed(rank.steps_of, step, plan, progress, (*COLUMNS, RETURNS))
     rank.learner.train(file, rank.progress)

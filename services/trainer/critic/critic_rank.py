@@ -1,8 +1,8 @@
 """One rank of a critic's replica, a child process of the service. Rank 0 trains exactly once on each committed step, in
 order, and computes values in between.
 
-Steps have priority, so values come from a critic that has seen all steps committed by then. The ledger tells which
-steps are committed. A critic that dies loads its newest checkpoint and repeats the steps after it from their files, as
+Training has priority, so values come from a critic trained on all steps committed so far. The ledger lists the
+committed steps. A critic that dies loads its newest checkpoint and repeats the steps after it from their files, as
 a trainer does.
 """
 
@@ -58,7 +58,7 @@ class LedgerWentBack(RuntimeError):
 
 
 class Follower:
-    """Follows the ledger of a run."""
+    """Rank 0's loop: trains on each step in the ledger, computes values in between, and takes checkpoints."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Follower:
         self._trained: LedgerEntry | None = None
         """The step that the critic trained on last; None before the first."""
         self._asked: tuple[int, bool] | None = None
-        """Step of the last requested checkpoint that was begun, and whether it is kept."""
+        """Step of the last requested checkpoint, and whether it is kept; None before the first."""
         self._answer: Answer | None = None
         self._asked_at = 0.0
         self._detail = ""
@@ -101,7 +101,7 @@ class Follower:
             CriticSuperseded: another critic has begun to follow it.
             LedgerWentBack: the ledger has lost steps, which may have been committed again since.
             TooManySkippedUpdates: too many updates in a row weren't finite.
-            StepFileError: a step's file isn't there, or is another than the ledger says.
+            StepFileError: a step's file is missing, or doesn't match the ledger.
         """
         started = False
         while True:
@@ -120,12 +120,12 @@ class Follower:
         return {"step": learner.step, "metrics": learner.metrics}
 
     def _train_next(self) -> bool:
-        """Train on the next step if it is committed. Return whether there was work."""
+        """Train on the next step if it is committed. Return False if the caller may compute values."""
         self.checkpoints.complete_if_written()
         try:
             problem = self._problem_of_ledger()
             following = self._rank.steps(self._rank.learner.step, 1)
-            # After the ledger: the trainer asks for a checkpoint before it commits the next step.
+            # Read after the ledger: the trainer asks for a checkpoint before it commits the next step.
             orders = self._board.critic_orders()
         except BoardUnavailable as error:
             if not self._unavailable:
@@ -144,7 +144,7 @@ class Follower:
         if problem:
             raise LedgerWentBack(f"{problem}: the next critic starts from a checkpoint of a step in the ledger")
         self._take_orders(orders)
-        # Also one that was wanted while the one before was written.
+        # Also a checkpoint that was requested while the previous one was written.
         self.checkpoints.begin_if_wanted(self._rank.learner.step)
         if not following:
             return False
@@ -155,7 +155,7 @@ class Follower:
     def _problem_of_ledger(self) -> str:
         """Return "" if the ledger still has the step that the critic trained on last, else the difference.
 
-        A critic that was out of touch may find it there again with other groups, and even later steps.
+        After losing touch, a critic may find the step committed again with other groups, even with steps after it.
         """
         if self._trained is None:
             return ""
@@ -171,9 +171,9 @@ class Follower:
         return ""
 
     def _take_orders(self, orders: CriticOrders) -> None:
-        """Request the checkpoint that the trainer asked for, once this is the critic of its step.
+        """Request the checkpoint that the trainer asked for, once the critic has trained on its step.
 
-        One that can't be written is tried again, also with later steps, because somebody waits for it.
+        A checkpoint that can't be written is tried again, also after later steps, because somebody waits for it.
         """
         step, now = self._rank.learner.step, time.monotonic()
         failed = bool(self._problem()) and now - self._asked_at > RETRY_SECONDS

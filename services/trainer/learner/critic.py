@@ -44,11 +44,11 @@ class Critic:
         """Load the critic.
 
         Args:
-            forward: this rank's place in the world.
+            forward: forward passes on this rank.
             algorithm: the algorithm.
-            trainer: parallel sizes and dtype, which are those of the policy.
+            trainer: parallel sizes and dtype, the same as for the policy.
             config: the critic's own settings.
-            folder: the Hugging Face folder from which it starts.
+            folder: the Hugging Face folder with the initial weights.
             steps: steps of the whole run, for the learning-rate schedule.
 
         Raises:
@@ -84,14 +84,14 @@ class Critic:
         """Run forward and backward, adding to the accumulated gradients of the summed loss; see `Learner.accumulate`.
 
         Returns:
-            The sums of each micro-batch: of VALUE_LOSS, and of tokens whose value has moved beyond the clip.
+            For each micro-batch the sum of VALUE_LOSS, and the number of tokens whose value moved beyond the clip.
         """
         micro_batches = self._forward.padded(micro_batches)
         with self.model.accumulating(len(micro_batches), last=last):
             return self._forward.run(self.model, micro_batches, self._loss, forward_only=False)
 
     def pending(self, loss: float) -> PendingUpdate:
-        """Return its part of the next update."""
+        """Return the critic's part of the next update."""
         return PendingUpdate(self.optimizer, self._schedule, loss, self._clip_grad)
 
     def discard(self) -> None:

@@ -16,18 +16,17 @@ from services.trainer.megatron.sharded_gradients import ShardedGradients, Withou
 from services.trainer.model.policy_model import StageModel
 
 BUCKET_PARAMETERS: int | None = None
-"""Parameters of a bucket, whose gradients are reduced together while others are computed. None: Megatron's number,
-which is 40 million up to 40 ranks."""
+"""Number of parameters in a bucket, whose gradients are reduced together while others are computed. None: Megatron's
+default, 40 million for up to 40 ranks."""
 
 
 class DataParallel(DistributedDataParallel):
     """Megatron's gradient buffers.
 
-    `finalize_model_grads` reduces them, or with `overlap` what isn't reduced yet: buckets that are complete in the
-    backward pass of an update's last micro-batch, which the caller announces (`accumulating`), are reduced during it.
-    With `shard` they are reduced in each backward pass, and a rank keeps its own shard of the sums. A rank that shares
-    its parameters with no other rank skips reduction and gathering, for which torch would copy all gradients and
-    parameters in each step.
+    `finalize_model_grads` reduces the gradients. With `overlap`, the backward pass of an update's last micro-batch,
+    which the caller announces (`accumulating`), already reduces complete buckets. With `shard`, each backward pass
+    reduces the gradients, and a rank keeps only its shard of the sums. A rank that shares its parameters with no other
+    rank skips reduction and gathering, in which torch would copy all gradients and parameters.
     """
 
     def __init__(self, model: StageModel, *, overlap: bool = False, shard: bool = False) -> None:
@@ -45,13 +44,13 @@ class DataParallel(DistributedDataParallel):
         with WithoutGradientMemory() if self._shard else nullcontext():
             super().__init__(config=model.config, ddp_config=settings, module=model)
         self.sharded = ShardedGradients(self, overlap=overlap) if self._shard else None
-        """Sharded gradients, if they are sharded."""
+        """The sharded gradients; None if gradients aren't sharded."""
         self.overlapped = OverlappedReduction(self) if overlap and self.sharded is None else None
         """Reduction during the backward pass of the last micro-batch, if enabled."""
 
     @property
     def bucket_size(self) -> int | None:
-        """Parameters of a bucket; None: all."""
+        """Number of parameters in a bucket; None: one bucket for all."""
         return self._bucket_size
 
     @bucket_size.setter
@@ -69,14 +68,14 @@ class DataParallel(DistributedDataParallel):
 
     @contextmanager
     def accumulating(self, micro_batches: int, *, last: bool) -> Iterator[None]:
-        """Put this around forward and backward of micro-batches.
+        """Context for the forward and backward passes of micro-batches.
 
         Args:
-            micro_batches: their number.
-            last: whether no more of them follow before the gradients are used. All ranks agree on it.
+            micro_batches: number of micro-batches.
+            last: whether the gradients are used next, without further micro-batches; the same on all ranks.
 
         Raises:
-            RuntimeError: they come after the last ones.
+            RuntimeError: micro-batches follow the last ones of an update.
         """
         if self.sharded is not None:
             self.sharded.begin(micro_batches)
@@ -118,7 +117,7 @@ class DataParallel(DistributedDataParallel):
             self.sharded.scale(scaling_factor)
 
     def start_param_sync(self, *args: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather the parameters, of which each data-parallel rank has updated a part."""
+        """Gather the parameters: each data-parallel rank has updated a part of them."""
         if not self._alone:
             super().start_param_sync(*args, force_sync=force_sync, force_dispatch=force_dispatch)
 
@@ -129,7 +128,7 @@ class DataParallel(DistributedDataParallel):
             return hook
 
         def accumulate(*unused: object) -> None:
-            # As Megatron's, which has no place for gradients that went to the buffer and left None here.
+            # Like Megatron's hook, but `param.grad` may be None, because the gradient already went to the buffer.
             added: bool = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
             if param.grad is not None and not added:
                 writable(param.main_grad).add_(param.grad.data)  # type: ignore[attr-defined]
@@ -155,7 +154,7 @@ class OverlappedReduction:
         """Take over the reduction of a model's buckets."""
         places = {parameter: place for place, parameter in enumerate(model.module.parameters())}
         groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
-        # A backward pass comes to the first parameters last. Experts have buckets of their own.
+        # A backward pass reaches the first parameters last. Experts have separate buckets.
         self._groups = sorted(groups, key=lambda group: -min(places[parameter] for parameter in group.params))
         for group in self._groups:
             group.is_first_batch = False  # there is nothing to learn
@@ -165,7 +164,7 @@ class OverlappedReduction:
         self._lacking: list[int] = []
         """Number of each bucket's parameters that still expect gradients."""
         self._started = self._waited = 0
-        """Buckets whose reduction has started, and the reduced ones among them."""
+        """Number of buckets whose reduction has started, and number of those that `finish` has waited for."""
         self.started_early = 0
         """Number of the last update's buckets whose reduction started before the end of its backward passes."""
 
@@ -181,7 +180,7 @@ class OverlappedReduction:
         """Count a parameter's gradient of a micro-batch, and start complete buckets.
 
         Raises:
-            RuntimeError: it got more of them than there are micro-batches.
+            RuntimeError: the parameter got more gradients than there are micro-batches.
         """
         if not self._left:
             return
@@ -203,13 +202,13 @@ class OverlappedReduction:
             self._start()
 
     def finish(self) -> None:
-        """Wait for started reductions; on a GPU, have its stream wait."""
+        """Wait for started reductions; on a GPU, only its stream waits."""
         while self._waited < self._started:
             self._groups[self._waited].finish_grad_sync()
             self._waited += 1
 
     def reset(self) -> None:
-        """Wait, and begin a new update."""
+        """Wait for started reductions, and prepare for a new update."""
         self.finish()
         self._left, self._started, self._waited = {}, 0, 0
 

@@ -32,12 +32,12 @@ class DeviceBatch:
     tokens: Tensor
     """int64 [1, T / cp_size]: this rank's slice."""
     rotary: Tensor
-    """float32 [2, tokens, 1, frequencies]: `rotary_table` of the tokens from which this rank attends: all T, or those
-    of the ranks with which it exchanges heads."""
+    """float32 [2, tokens, 1, frequencies]: `rotary_table` of the tokens whose attention this rank computes: all T, or
+    only tokens of the ranks with which it exchanges heads."""
     layout: SequenceLayout
     """The sequences of all T tokens."""
     media: DeviceMedia | None
-    """The media, on ranks with the towers."""
+    """The media; None without media, or on ranks without towers."""
     trained_indices: Tensor
     """int64 [N]: indices of the N tokens among all trained tokens of the micro-batch."""
     targets: Tensor
@@ -45,7 +45,7 @@ class DeviceBatch:
     predicting: Tensor
     """int64 [N]: index in the slice of the token that predicts each trained one."""
     columns: dict[str, Tensor]
-    """float32 [N] each: the micro-batch's columns. Those of candidates are [N, k], their ids int64."""
+    """float32 [N] each: the micro-batch's columns. Columns of candidates are [N, k], with int64 ids."""
     weight: Tensor
     """float32 [N]: aggregation weight."""
     logprobs_comparable: Tensor
@@ -76,10 +76,10 @@ def to_device_batch(
         world: this rank's place in the world.
         kernel: the implementation of attention.
         rotary: the rotary embedding, on the device.
-        context: the ranks with which this rank shares attention, if there are any.
-        prompts_once: whether attention may take the queries of shared prompts once.
-        vision: the model's rules for media; None: it takes none.
-        convolution: as of `sequence_layout`.
+        context: the ranks that share attention with this rank, if any.
+        prompts_once: whether attention may compute the queries of a shared prompt only once.
+        vision: the model's rules for media; None: the model takes no media.
+        convolution: see `sequence_layout`.
 
     Raises:
         ValueError: the micro-batch has media, but the model takes none.
@@ -133,7 +133,7 @@ def to_device_batch(
 
 
 def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[Any]:
-    """Return the part of a row's column, whose last axis is tokens, for the tokens from which this rank attends."""
+    """Return the part of a row's column for the tokens whose attention this rank computes. Its last axis is tokens."""
     if context is None or context.gathering is None:
         return column
     tokens = column.shape[-1] // context.gathering.size()
@@ -167,7 +167,7 @@ def _device_media(media: PackedMedia, vision: VisionModel, tokens: int, world: W
 
 
 def _own_experts(batch: PackedMicroBatch, world: World) -> Tensor | None:
-    """Return the experts of a padded micro-batch that this rank's routers need: of its tokens, in its stage's layers.
+    """Return a padded micro-batch's routed experts, for this rank's tokens and its stage's layers; None without any.
 
     Under sequence parallelism each tensor-parallel rank routes a part of the slice.
     """

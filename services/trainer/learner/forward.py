@@ -1,4 +1,4 @@
-"""This rank's place in a Megatron world: loads a model's weights and runs micro-batches through it.
+"""Forward and backward passes of a rank in a Megatron world: loads a model and runs micro-batches through it.
 
 The learner trains the model that it loads here; a reference service only computes log-probs.
 """
@@ -59,12 +59,12 @@ StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 """Result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""
 OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
 """Computes the last stage's output from the output layer's weight, the micro-batch and the hidden states
-[T / cp_size, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism)."""
+[T / cp_size, 1, hidden] (under sequence parallelism also divided by tp_size)."""
 TokenFunction = Callable[[Tensor, DeviceBatch, Tensor], Tensor]
-"""Computes a value for each trained token, [N], or several, [N, width], from the same."""
+"""Computes one value for each trained token, [N], or several, [N, width], from the arguments of an `OutputFunction`."""
 OFFLOAD_AHEAD = {"full": 2, "selective": 8, "none": 12}
-"""Saved tensors that are on a GPU while they are copied to the host or back, by `trainer.recompute`: about as many as a
-layer saves, but two layers' inputs."""
+"""Number of saved tensors on a GPU that are being copied to the host or back, by `trainer.recompute`: about as many as
+one layer saves; for "full", the inputs of two layers."""
 OUTPUT_LAYER = "output_layer.weight"
 """Name of the parameter that a critic doesn't have."""
 
@@ -84,16 +84,16 @@ class StageExchange(P2PCommunicator):
         """Prepare for a schedule.
 
         Args:
-            config: the model's configuration; with several chunks also the schedule's, which says how many
-                micro-batches go through a chunk before they go through the next.
-            shapes: of the hidden states that each micro-batch has between stages.
+            config: the model's configuration. With several chunks, its microbatch_group_size_per_vp_stage must be set:
+                the number of micro-batches that go through a chunk before the next chunk.
+            shapes: shape of each micro-batch's hidden states between stages.
         """
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         self._forward: Iterator[Shape] = iter(shapes)
         self._backward: Iterator[Shape] = iter(shapes)
         if (chunks := config.virtual_pipeline_model_parallel_size) is not None:
-            # Micro-batches in the order in which they go through this stage's chunks, from the first, or backwards from
-            # the last. Nothing comes to a model's first chunk, and no gradient to its last.
+            # Order of micro-batches through this stage's chunks: forward from the first, backward from the last chunk.
+            # The model's first chunk receives no hidden states, its last chunk no gradients.
             passes = get_schedule_table(len(shapes), chunks, config.microbatch_group_size_per_vp_stage)
             first, last = self.pp_group.rank() == 0, self.pp_group.rank() == self.pp_group.size() - 1
             self._forward = iter([shapes[number] for number, turn in passes if turn or not first])
@@ -107,7 +107,7 @@ class StageExchange(P2PCommunicator):
 
 
 def pipeline_groups() -> ProcessGroupCollection:
-    """Return the process groups that Megatron's schedules require beside an exchange."""
+    """Return the process groups that Megatron's schedules require in addition to an exchange."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
@@ -137,7 +137,7 @@ class Forward:
             trainer: parallel sizes, dtype, attention, deadlines.
             seed: seed of all random generators.
             report: called about every second with the progress of disk work (`DiskWork.report`).
-            world: the world, for a further model of a process that has joined it.
+            world: the world, if this process has already joined it.
 
         Raises:
             ModelError: the model isn't supported, or can't be divided among the ranks.
@@ -152,7 +152,7 @@ class Forward:
         if report is not None:
             self.world.disk.report = report
         self.report: Callable[[str], None] = lambda text: None
-        """Called at the beginning of each of several micro-batches, because a long schedule takes minutes."""
+        """Called with the progress when a micro-batch begins, if there are several: a long schedule takes minutes."""
         self.vocab = _vocab_shard(self.architecture.vocab_size, self.world)
         self._float32_logits = trainer.fp32_lm_head
         division = context_division(
@@ -234,13 +234,13 @@ class Forward:
     def likeliest(
         self, model: Any, micro_batches: Sequence[PackedMicroBatch], count: int, *, ids_below: int
     ) -> list[dict[str, NDArray[Any]]]:
-        """Find the tokens that a model finds likeliest in the places of the tokens with loss_mask 1.
+        """Find a model's likeliest tokens at the positions of the tokens with loss_mask 1.
 
         Args:
             model: the model.
             micro_batches: the micro-batches.
-            count: tokens in each place, k.
-            ids_below: ids to choose from, at least k.
+            count: k, number of tokens at each position.
+            ids_below: only ids below this are chosen; at least k.
 
         Returns:
             For each micro-batch the columns CANDIDATES, int32 [T, k], and TEACHER_CANDIDATE_LOGPROBS, float32 [T, k];
@@ -278,7 +278,7 @@ class Forward:
         return self._per_token(model, micro_batches, lambda *last: self.token_logprobs(*last).candidates, width)
 
     def values(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        """Compute the values that a critic gives to the tokens before those with loss_mask 1.
+        """Compute a critic's values of the tokens before those with loss_mask 1.
 
         Returns:
             As `log_probs`.
@@ -330,12 +330,12 @@ class Forward:
         Args:
             model: the model.
             micro_batches: the micro-batches.
-            output: computes what the last stage reports.
-            forward_only: whether there is no backward pass.
+            output: computes the last stage's output.
+            forward_only: whether to skip the backward pass.
 
         Returns:
-            The values that `output` reports for each micro-batch, and after them for those that `padded` adds; nothing
-            on stages other than the last.
+            The values that `output` reports for each micro-batch, including those that `padded` appends; empty on all
+            stages except the last.
         """
         policy: StageModel = getattr(model, "module", model)
         micro_batches = self.padded(micro_batches)
@@ -365,9 +365,9 @@ class Forward:
         return reported
 
     def padded(self, micro_batches: Sequence[PackedMicroBatch]) -> Sequence[PackedMicroBatch]:
-        """Return micro-batches, and after them empty ones if the schedule of this world's pipeline needs more.
+        """Append empty micro-batches if the pipeline's schedule needs more.
 
-        With several chunks Megatron's needs as many as there are stages.
+        With several chunks, Megatron's schedule needs at least one micro-batch per stage.
         """
         missing = self.world.pp_size - len(micro_batches)
         if self.world.layout.pipeline_chunks == 1 or missing <= 0:
@@ -375,7 +375,7 @@ class Forward:
         return [*micro_batches, *[empty_micro_batch(micro_batches[0].columns)] * missing]
 
     def _exchange(self, config: ModelParallelConfig, micro_batches: Sequence[PackedMicroBatch]) -> dict[str, Any]:
-        """Return the settings with which a schedule of several stages exchanges hidden states."""
+        """Return the schedule's arguments for exchanging hidden states between stages; empty for one stage."""
         if self.world.pp_size == 1:
             return {}
         ranks, hidden = self.world.cp_size * self.world.tp_size, self.architecture.hidden_size
@@ -416,9 +416,9 @@ class Forward:
         return rows
 
     def token_values(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> Tensor:
-        """Return the values of the states from which the trained tokens are predicted, float32 [N].
+        """Return the values of the hidden states that predict the trained tokens, float32 [N].
 
-        The sampling temperature has no part in it. See `OutputFunction` for the arguments; the weight is [1, hidden].
+        The sampling temperature doesn't affect them. See `OutputFunction` for the arguments; the weight is [1, hidden].
         """
         if self.megatron_config.sequence_parallel:
             # Every rank computes all values from the whole weight, so each has the whole gradient of its slice.

@@ -1,4 +1,4 @@
-"""A frozen model, and the columns of tokens that it computes: a reference or a teacher.
+"""A frozen model (a reference or a teacher), and the columns that it computes for tokens.
 
 It runs in its own replica or in the trainer's ranks. In the trainer's ranks it gets the student's likeliest tokens from
 the trained model; in a separate replica, from a column of the groups that the generating engine wrote.
@@ -32,7 +32,7 @@ from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.policy_model import StageModel
 
 COLUMNS_OF = {REFERENCE: (REF_LOGPROBS,), TEACHER: (TEACHER_LOGPROBS, CANDIDATES, TEACHER_CANDIDATE_LOGPROBS)}
-"""The columns that each role's model can make."""
+"""Columns that a model can compute, by role."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class FrozenModel:
         """Load the model of `forward`'s folder.
 
         Args:
-            role: the role that it has.
-            forward: its passes.
-            needs: the algorithm's.
-            columns: the columns that are wanted of it, and others.
+            role: the model's role.
+            forward: the model's forward passes.
+            needs: the algorithm's needs.
+            columns: the wanted columns; the model ignores columns that its role can't compute.
             trained_vocabulary: number of tokens of the trained model.
-            name: its name among the models of its role.
+            name: the model's name among the models of its role.
 
         Raises:
-            ModelError: there are fewer tokens than candidates.
+            ModelError: both models have fewer tokens in common than there are candidates.
         """
         self.role = role
         self.name = name
@@ -76,7 +76,7 @@ class FrozenModel:
         self.columns = tuple(name for name in COLUMNS_OF[role] if name in columns)
         """Columns that the model computes."""
         self._candidates = needs.candidates if CANDIDATES in self.columns else None
-        # Models pad their output layers differently: a candidate is a token that both have.
+        # Models pad their output layers differently: candidates must be tokens of both.
         self._ids_below = min(trained_vocabulary, forward.architecture.vocab_size)
         if self._candidates is not None and self._candidates.top_k > self._ids_below:
             raise ModelError(
@@ -96,7 +96,7 @@ class FrozenModel:
         self.refreshed = True
 
     def load(self, folder: Path) -> None:
-        """Take over the weights of a Hugging Face folder of the same architecture.
+        """Load the weights of a Hugging Face folder of the same architecture.
 
         Raises:
             ModelError, ModelFileError: they don't fit, or can't be read.
@@ -109,12 +109,13 @@ class FrozenModel:
         """Compute the columns.
 
         Args:
-            micro_batches: the micro-batches; without `student` they have the column STUDENT_CANDIDATES, [T, m], if its
-                likeliest tokens are to be candidates.
-            student: the trained model, whose likeliest tokens may be candidates.
+            micro_batches: the micro-batches. Without `student`, they need the column STUDENT_CANDIDATES, [T, m], if the
+                student's likeliest tokens become candidates.
+            student: the trained model, if it is in these ranks.
 
         Returns:
-            For each micro-batch its columns, [T] or [T, k], 0 where loss_mask is 0, or -1 for candidates; on all ranks.
+            The columns of each micro-batch, [T] or [T, k], on all ranks. Where loss_mask is 0, candidates are -1 and
+            other values 0.
         """
         of_student = [batch.columns.get(STUDENT_CANDIDATES) for batch in micro_batches]
         micro_batches = [_bare(batch) for batch in micro_batches]
@@ -168,7 +169,7 @@ def _bare(batch: PackedMicroBatch) -> PackedMicroBatch:
 
 
 def _known(ids: NDArray[Any] | None, loss_mask: NDArray[np.uint8], below: int) -> NDArray[np.int32]:
-    """Return the student's candidates [T, m], with -1 for tokens outside of both vocabularies and where loss_mask is
+    """Return the student's candidates [T, m], with -1 for ids that aren't in both vocabularies and where loss_mask is
     0."""
     if ids is None:
         raise ValueError(f"a micro-batch has no column {STUDENT_CANDIDATES!r}, and the student isn't in these ranks")

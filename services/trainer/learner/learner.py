@@ -1,4 +1,4 @@
-"""The learner: this rank's model, gradients and optimizer, and the order of things in a step.
+"""The learner: this rank's model, gradients and optimizer, and the order of calls in a step.
 
 A step has one update or several, and ends with `end_step`. An update runs as follows, on all ranks at the same time.
 
@@ -10,14 +10,14 @@ A step has one update or several, and ends with `end_step`. An update runs as fo
    - the backward pass, which adds to Megatron's float32 gradient buffers (`main_grad`).
 
    The losses are sums over tokens, so the division into micro-batches doesn't matter. In the round that the caller
-   calls the last one, gradients that are complete begin to be added up over ranks; sharded ones in every round.
+   marks as the last, complete gradients are already summed over ranks; sharded gradients in every round.
 
-2. `update`, once. It adds up statistics and gradients over ranks, divides the gradients by the normalizer, waits
+2. `update`, once. It sums statistics and gradients over ranks, divides the gradients by the normalizer, waits
    for a running checkpoint's copies, and then clips and updates the weights, unless the update isn't finite. The
    gradients are cleared at the end.
 
-With a critic, each of these does the same to it: it has the same micro-batches, and is updated or skipped together with
-the policy.
+With a critic, both calls do the same for the critic: it gets the same micro-batches, and is updated or skipped together
+with the policy.
 
 Between steps the loop may take a `snapshot`, `offload` the state to the host, or write the model (`save_hf`). Another
 thread may broadcast the weights meanwhile (`iter_hf_tensors`).
@@ -81,10 +81,10 @@ class Learner(Checkpointed):
 
     @classmethod
     def of_run(cls, config: RunConfig, report: Callable[[str], None] | None = None) -> "Learner":
-        """Load what a run trains; see `__init__`.
+        """Load the models that a run trains; see `__init__`.
 
         Raises:
-            ModelError: also if prompts have images, and one of the models sees none.
+            ModelError: also if the run has media, but one of the models takes none.
         """
         learner = cls(
             resolve_model(config.model.path),
@@ -123,11 +123,10 @@ class Learner(Checkpointed):
             steps: steps of the whole run, for the learning-rate schedule.
             seed: seed of all random generators.
             chat_template: template of the exported model, if it isn't the folder's.
-            frozen: folders of the models that these ranks keep beside the trained one, by role and name. Of columns
-                that others make, the micro-batches bring theirs. None: the initial model is the reference, if the
-                algorithm needs one.
-            critic: settings of the critic, if the algorithm has one; None: the defaults. One with placement = "service"
-                isn't here.
+            frozen: folders of the frozen models in these ranks, by role and name. Columns of models elsewhere come with
+                the micro-batches. None: the initial model is the reference, if the algorithm needs one.
+            critic: settings of the critic, if the algorithm has one; None: the defaults. With placement = "service",
+                none is loaded here.
             report: called about every second with the progress of disk work (`DiskWork.report`).
 
         Raises:
@@ -139,14 +138,14 @@ class Learner(Checkpointed):
         self._forward = Forward(model_folder, trainer, seed=seed, report=report)
         self._architecture = self._forward.architecture
         self.shape: ModelShape | None = read_shape(model_folder)
-        """Sizes of the trained model; only a rehearsal has none."""
+        """Sizes of the trained model; None only in a rehearsal."""
         super().__init__(self._forward.world, trainer.collective_timeout_seconds)
         self._algorithm = create(algorithm)
         self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs, context_parallel=self.world.cp_size > 1)
         self._policy = self._forward.load(keep_rounding=True)
         freeze(self._policy, self._architecture, self.world, trainer)
         self._routers = routers(self._policy)
-        for router in self._routers:  # not of the reference and the critic, whose routing is their own
+        for router in self._routers:  # the reference and the critic use their own routing
             router.replays = trainer.routing_replay != "none"
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
@@ -184,13 +183,13 @@ class Learner(Checkpointed):
         return torch.cuda.get_device_name(self.world.device) if self.world.device.type == "cuda" else ""
 
     def report_to(self, report: Callable[[str], None]) -> None:
-        """Have `report` called at the beginning of each of several micro-batches, in any pass: see `Forward.report`."""
+        """Set the callback for progress within passes, for this model and the frozen ones; see `Forward.report`."""
         for forward in (self._forward, *(model.forward for model in self._frozen)):
             forward.report = report
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Shape of the routing that is replayed; None if none is."""
+        """Shape of the replayed routing; None if routing isn't replayed."""
         experts = self._architecture.experts
         if experts is None or self._config.routing_replay == "none":
             return None
@@ -203,7 +202,7 @@ class Learner(Checkpointed):
 
     @property
     def vocab_sizes(self) -> dict[str, int]:
-        """Tokens that the frozen models of these ranks have, by role: of several the fewest."""
+        """Vocabulary size of the frozen models in these ranks, by role; the smallest, if a role has several."""
         sizes: dict[str, int] = {}
         for model in self._frozen:
             size = model.forward.architecture.vocab_size
@@ -224,10 +223,10 @@ class Learner(Checkpointed):
         Args:
             micro_batches: the micro-batches.
             last: whether `update` or `discard` is next, so that gradients can be reduced as they are completed.
-                `update` reduces what wasn't.
+                `update` reduces the rest.
 
         Raises:
-            RuntimeError: a call with `last` came before.
+            RuntimeError: an earlier call for this update had `last`.
         """
         if not micro_batches:
             return
@@ -247,7 +246,7 @@ class Learner(Checkpointed):
         return stats
 
     def end_step(self, refreshed: Collection[str] = ()) -> None:
-        """End a step: its updates, of which each may have been skipped, have made the next version.
+        """End a step: its weights become the next version, even if updates were skipped.
 
         Args:
             refreshed: roles whose models take over the weights.
@@ -269,8 +268,8 @@ class Learner(Checkpointed):
         unchanged. Both numbers are sums over the world, so all ranks decide alike.
 
         Args:
-            normalizer: `Algorithm.normalizer` of all that was accumulated, over all ranks, > 0.
-            skip: for a replayed step, whether this update was skipped before.
+            normalizer: `Algorithm.normalizer` of all accumulated micro-batches of all ranks, > 0.
+            skip: for a replayed step, whether this update was skipped before; None: decide by the numbers.
 
         Raises:
             ValueError: the normalizer isn't positive.
@@ -335,7 +334,7 @@ class Learner(Checkpointed):
     def log_probs_and_experts(
         self, micro_batches: Sequence[PackedMicroBatch]
     ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
-        """Compute `log_probs`, and the experts of the tokens in this pass: see `recorded_experts`."""
+        """Compute `log_probs`, and record the tokens' experts in this pass; see `recorded_experts`."""
         with recording(self._routers):
             logprobs = self.log_probs(micro_batches)
             return logprobs, recorded_experts(self._routers, micro_batches, self.world)
@@ -346,15 +345,15 @@ class Learner(Checkpointed):
         roles: Collection[str] = tuple(COLUMNS_OF),
         name: str | None = None,
     ) -> list[dict[str, NDArray[Any]]]:
-        """Compute the columns that the frozen models of these ranks make of the tokens with loss_mask 1.
+        """Compute the columns of the frozen models in these ranks, for the tokens with loss_mask 1.
 
         Args:
             micro_batches: the micro-batches.
-            roles: of which models.
-            name: of which of a role's models; None: of its only one.
+            roles: roles of the models to use.
+            name: name of the model to use among those of a role; None: any name.
 
         Returns:
-            For each micro-batch its columns, [T] or [T, k]; on all ranks.
+            The columns of each micro-batch, [T] or [T, k]; on all ranks.
         """
         found: list[dict[str, NDArray[Any]]] = [{} for _ in micro_batches]
         for model in self._frozen:
@@ -380,9 +379,9 @@ class Learner(Checkpointed):
         return hf_tensor_specs(self._architecture, dtype, self.world.layout)
 
     def keep_weights(self) -> None:
-        """Copy the weights, which `iter_hf_tensors` then gathers until `end_step`, whatever updates there are.
+        """Copy the weights. Until `end_step`, `iter_hf_tensors` gathers the copy, regardless of updates.
 
-        Until it returns, and before `end_step`, no thread may be in `iter_hf_tensors`.
+        No thread may be in `iter_hf_tensors` during this call and when `end_step` is called.
         """
         if self._kept_weights is None:
             self._kept_weights = KeptWeights(self._exported, self.world)
@@ -404,7 +403,7 @@ class Learner(Checkpointed):
         save_hf(self._policy, folder, original, self._architecture, self.world, self._chat_template)
 
     def checksum(self) -> int:
-        """Return the `bit_sum` of this rank's weights, those of a critic included.
+        """Return the `bit_sum` of this rank's weights, including a critic's.
 
         The sum over ranks is almost surely different for different weights in the same parallel layout, and is exact
         as a float64 metric.
@@ -413,7 +412,7 @@ class Learner(Checkpointed):
         return bit_sum((parameter for model in models for parameter in model.parameters()), self.world.device)
 
     def offload(self) -> tuple[int, int]:
-        """Free the device's memory until `onload`, which must be the next call: weights, gradients, optimizer state.
+        """Free the device memory of weights, gradients and optimizer state until `onload`, which must be the next call.
 
         They move to the host's memory. With `trainer.offload` = false only gradients without content are freed.
         Returns the bytes in use on this rank's device before and after; see `memory_in_use`.
@@ -443,7 +442,7 @@ class Learner(Checkpointed):
         self._wait_for_copies()
         self.optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout).optimizer_steps
         self.step, self._changed_in_step = step, False
-        self._reset_moments_if_due()  # the step may have been named after its checkpoint was taken
+        self._reset_moments_if_due()  # the configuration may have named the step after its checkpoint was taken
         self.discard()
 
     def _reset_moments_if_due(self) -> None:

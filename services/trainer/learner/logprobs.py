@@ -37,15 +37,15 @@ class TokenLogprobs(NamedTuple):
     """Values of N predicted tokens, in float32."""
 
     tokens: Tensor
-    """[N]: their log-probs."""
+    """[N]: log-probs of the tokens."""
     entropies: Tensor
-    """[N]: entropies, in nats, of the distributions in the tokens' places."""
+    """[N]: entropy of each token's distribution, in nats."""
     candidates: Tensor
-    """[N, k]: log-probs of the candidates in each token's place; 0 where there is none."""
+    """[N, k]: log-probs of each token's candidates; 0 where there is no candidate."""
 
 
 class LikeliestTokens(NamedTuple):
-    """The k likeliest tokens of the whole vocabulary in N places, the likeliest first."""
+    """The k likeliest tokens of the whole vocabulary at N positions, the likeliest first."""
 
     ids: Tensor
     """int32 [N, k]."""
@@ -84,7 +84,7 @@ def token_logprobs(
         temperature: float32 [N], each token's sampling temperature.
         shard: the token ids of this rank's rows.
         chunk_tokens: tokens per chunk; by default chosen for the device.
-        kept_bytes: largest size of kept logits; by default chosen for the device.
+        kept_bytes: maximum bytes of kept logits; by default chosen for the device.
         candidates: int64 [N, k], token ids of the whole vocabulary, no id twice in a row; -1 for none.
         float32_logits: whether logits are computed in float32 (MiniMax-M1, arXiv 2506.13585).
 
@@ -116,15 +116,15 @@ def likeliest_tokens(
     chunk_tokens: int | None = None,
     float32_logits: bool = False,
 ) -> LikeliestTokens:
-    """Find the likeliest tokens in each place, and their log-probs. The arguments are those of `token_logprobs`.
+    """Find the likeliest tokens at each position, and their log-probs. See `token_logprobs` for the arguments.
 
     Args:
         hidden: [N, hidden_size].
         weight: [rows, hidden_size].
         temperature: float32 [N].
         shard: the token ids of this rank's rows.
-        count: k, at most the number of ids from which to choose.
-        ids_below: ids to choose from, which may be fewer than the model has. Log-probs are those of all.
+        count: k, at most the number of eligible ids.
+        ids_below: only ids below this are eligible. Log-probs are normalised over all of the model's ids.
         chunk_tokens: tokens per chunk; by default chosen for the device.
         float32_logits: whether logits are computed in float32.
 
@@ -258,8 +258,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = logits if ctx.fused else _tempered(logits, temperature[rows])
             through, of_tokens = grad_logprobs[rows], columns[rows]
             if grad_others is not None:
-                # d logp_v / d z = onehot(v) - p: the second part once for all candidates and the token, the first
-                # below for each.
+                # d logp_v / d z = onehot(v) - p. Apply -p once for all candidates and the token, and onehot(v) for each
+                # of them below.
                 through, of_tokens = through + grad_others[rows].sum(-1), torch.full_like(of_tokens, -1)
             arguments = (
                 logits,
@@ -298,13 +298,13 @@ def _at(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 def _add_at_(gradient: Tensor, columns: Tensor, through: Tensor, temperature: Tensor) -> None:
-    """Add to the gradient [n, ids] the part of given columns [n, k], except where the column is -1."""
+    """Add `through` / temperature to the gradient [n, ids] at given columns [n, k], except where the column is -1."""
     added = (through * (columns >= 0) / temperature.unsqueeze(-1)).to(gradient.dtype)
     gradient.scatter_add_(-1, columns.clamp(min=0), added)
 
 
 def _over_shards(statistics: Tensor, shard: VocabShard) -> Tensor:
-    """Combine statistics [4, N] of all ranks' ids."""
+    """Combine the shards' statistics [4, N] into those of the whole vocabulary."""
     if shard.group is None:
         return statistics
     largest, sums, weighted, of_token = statistics

@@ -43,7 +43,7 @@ class Offload:
     def offload(self, tensors: Iterable[Tensor], zeros: Iterable[Tensor] = ()) -> None:
         """Free the device memory of tensors, keeping the content of `tensors` and only the size of `zeros`.
 
-        They must not be used until `onload`.
+        The tensors must not be used until `onload`.
         """
         if self._away:
             raise RuntimeError("the tensors are already in the host's memory")
@@ -78,7 +78,7 @@ class Offload:
         self._synchronize()
         self._away.clear()
         if self._device.type != "cuda":
-            self._chunks.clear()  # on GPUs it is kept, because allocating pinned memory is slow
+            self._chunks.clear()  # on GPUs the memory is kept, because allocating pinned memory is slow
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
         """Return the distinct storages on the device, in order."""

@@ -29,13 +29,13 @@ def build_optimizer(
     """Build AdamW (arXiv 1711.05101) with state and main weights sharded over the data-parallel ranks.
 
     Norms have no weight decay. With `cpu_offload`, state and main weights are in the host's memory and updates are
-    computed there, one parameter at a time, overlapping the transfer of others. With moments in bfloat16 or float8 the
-    update is ours, because Megatron's needs Transformer Engine for that.
+    computed there, one parameter at a time, overlapping the transfer of others. With moments in bfloat16 or float8,
+    `small_moments` makes the update, because Megatron would need Transformer Engine.
 
     Args:
         model: the model.
         config: the trainer's settings.
-        settings: those of the optimizer; None: the trainer's.
+        settings: the optimizer's settings; None: those in `config`.
         seed: seed of the run, for moments that are rounded stochastically.
     """
     settings = settings or config.optimizer
@@ -97,7 +97,7 @@ def _make_exact(optimizer: MegatronOptimizer, model: DataParallel) -> None:
 
 def main_weights(one: Any, parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter's main weights, before the first update."""
-    if isinstance(one.optimizer, HybridDeviceOptimizer):  # Megatron finds them in a state that is still empty
+    if isinstance(one.optimizer, HybridDeviceOptimizer):  # Megatron would look in the state, which is still empty
         group, index = one.model_param_group_index_map[parameter]
         return cast(Tensor, one.optimizer.param_to_fp32_param[one.optimizer.param_groups[group]["params"][index]])
     return cast(Tensor, one._get_main_param_and_optimizer_states(parameter)["param"])
@@ -106,7 +106,7 @@ def main_weights(one: Any, parameter: Tensor) -> Tensor:
 def _places(one: Any, model: DataParallel) -> dict[Tensor, ShardPlace]:
     """Return the places in the model of one distributed optimizer's shards.
 
-    With tied embeddings the first and the last pipeline stage have a copy of one parameter each.
+    With tied embeddings, the first and the last pipeline stage each have a copy of the same parameter.
     """
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     found = {}
@@ -122,8 +122,8 @@ def build_schedule(
 ) -> OptimizerParamScheduler:
     """Build the schedule: linear warm-up, then constant, or linear or cosine decay to `min_lr` at the last step.
 
-    Step it before the first applied update of each step: step s of 1..steps then warms up to s / warmup_steps, and the
-    last one has min_lr. Steps whose updates are all skipped don't count.
+    Advance the schedule before the first applied update of each step. Step s of 1..steps then has s / warmup_steps of
+    the full rate during warm-up, and the last step has min_lr. Steps whose updates are all skipped don't count.
 
     Args:
         optimizer: the optimizer.
@@ -150,6 +150,6 @@ def build_schedule(
         end_wd=settings.weight_decay,
         wd_incr_steps=max(steps, 1),
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,  # only its position: a run that is extended has other `steps`
+        use_checkpoint_opt_param_scheduler=False,  # load only its position: an extended run has other `steps`
         override_opt_param_scheduler=True,
     )

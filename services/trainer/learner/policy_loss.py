@@ -46,8 +46,8 @@ def measure(logprobs: Tensor, rollout_logprobs: Tensor, logprobs_comparable: Ten
     divergence"): each is at least 0, and their mean is unbiased.
 
     Args:
-        logprobs: float32 [N], the trainer's.
-        rollout_logprobs: float32 [N], the engine's.
+        logprobs: float32 [N], the trainer's log-probs.
+        rollout_logprobs: float32 [N], the engine's log-probs.
         logprobs_comparable: [N], not 0 for tokens generated with the trainer's current weights.
     """
     log_ratio = (logprobs.detach() - rollout_logprobs).double()
@@ -95,14 +95,14 @@ def mismatch_metrics(measured: Tensor) -> dict[str, float]:
 
 
 def _quantile(counts: Tensor, share: float) -> float:
-    """Return the middle of the quantile's bin, with an error of at most 2.2 %."""
+    """Return a quantile of the histogram: the middle of its bin, with an error of at most 2.2 %."""
     reached = counts.cumsum(0)
     place = int(torch.searchsorted(reached, share * float(reached[-1])))
     return SMALLEST * math.exp2((place - 0.5) / PER_OCTAVE) if place else 0.0
 
 
 def add_reported(totals: dict[str, Tensor], reported: Mapping[str, Tensor]) -> None:
-    """Add what a micro-batch or a rank reports to totals by name: sums, and the measure "mismatch"."""
+    """Add a micro-batch's or a rank's reported values to the totals, by name; merge the measure "mismatch"."""
     for name, value in reported.items():
         merge = merge_measures if name == "mismatch" else torch.add
         totals[name] = merge(totals[name], value) if name in totals else value
@@ -128,7 +128,7 @@ def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 
 ComputeLogprobs = Callable[[Tensor, DeviceBatch, Tensor], TokenLogprobs]
-"""`Forward.token_logprobs`."""
+"""Type of `Forward.token_logprobs`."""
 
 
 UNEXPLAINED = "unexplained"
@@ -147,7 +147,7 @@ class PolicyLoss:
         """Return the summed loss of the trained tokens; report its sums, their number and the mismatch measure.
 
         Raises:
-            AlgorithmError: the algorithm fails, or returns what is no loss.
+            AlgorithmError: the algorithm fails, or doesn't return a loss.
         """
         logprobs, entropy, of_candidates = self._token_logprobs(weight, batch, hidden)
         inputs = LossInputs(
@@ -178,6 +178,6 @@ def _finite(inputs: LossInputs) -> Tensor:
 
 
 def _sum_over_context_ranks(values: Tensor) -> Tensor:
-    """Sum over the context-parallel ranks; so is the gradient, because every rank's loss depends on the sum."""
+    """Sum over the context-parallel ranks. Backward sums the gradients too, as every rank's loss depends on the sum."""
     total: Tensor = all_reduce(values, group=parallel_state.get_context_parallel_group())
     return total

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22
-"""Number of elements to update at a time. Only these have float32 values and random numbers: about 50 bytes each."""
+"""Maximum number of elements updated at a time. Their float32 values and random numbers take about 50 bytes each."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the first and the second moment in the state of a parameter."""
 
 
 class ShardPlace(NamedTuple):
-    """Place of a shard's elements in the model. Copies of a parameter on several ranks are rounded alike."""
+    """Place of a shard's elements in the model. It seeds rounding, so all copies of a parameter round alike."""
 
     parameter: str
     """Name of the parameter, the same for all copies."""
@@ -42,15 +42,15 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, built: torch.optim.Optimizer, places: Mapping[Tensor, ShardPlace], seed: int) -> None:
-        """Take the place of an AdamW without state.
+        """Replace an AdamW that has no state yet.
 
         Args:
-            built: the optimizer, whose parameter groups this one gets. Its parameters are float32 and contiguous.
-            places: of each of its parameters.
+            built: the optimizer to replace; its parameter groups are taken over. Parameters are float32 and contiguous.
+            places: place of each parameter.
             seed: seed of the run.
         """
         super().__init__([{"params": []}])
-        # As Megatron sets the groups: the constructor refuses views of parameters, which its shards may be.
+        # Set the groups as Megatron does: the constructor refuses views of parameters, which shards may be.
         self.defaults, self.param_groups = built.defaults, built.param_groups
         self._places, self._seed = places, seed
         for group in self.param_groups:
@@ -105,7 +105,7 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
         return state["exp_avg"].view(-1)[begin:end].float()
 
     def _keep_first(self, state: dict[str, Any], place: ShardPlace, begin: int, first: Tensor, random: Tensor) -> None:
-        """Round the first moment, from a shard's element `begin` on, with the lowest 16 bits of `random`."""
+        """Store the first moment of a shard from element `begin` on, rounded with the lowest 16 bits of `random`."""
         state["exp_avg"].view(-1)[begin : begin + len(first)].copy_(rounded(first, random))
 
 
@@ -121,22 +121,22 @@ def chunks(start: int, count: int) -> Iterator[tuple[int, int]]:
 def rounded(values: Tensor, random: Tensor) -> Tensor:
     """Round finite numbers stochastically, so that the mean is the number itself.
 
-    The lower half of a float32's bits is the part of the way to the next bfloat16 away from zero. Adding a random
-    number of as many bits carries with that probability.
+    The lower 16 bits of a float32 are its fractional distance to the next bfloat16 away from zero. Adding a random
+    16-bit number carries into the upper bits with that probability.
 
     Args:
         values: float32 [n].
-        random: int64 [n], of whose bits the lowest 16 are used.
+        random: int64 [n]; the lowest 16 bits are used.
 
     Returns:
-        bfloat16 [n]. Numbers that are exact in bfloat16 stay what they are.
+        bfloat16 [n]. Numbers that bfloat16 represents exactly stay unchanged.
     """
     bits = values.view(torch.int32) + (random & 0xFFFF).int()
     return (bits >> 16).short().view(torch.bfloat16)
 
 
 def stream_key(seed: int, step: int, parameter: str) -> int:
-    """Return the state, 64 bits with a sign, with which the random numbers of a parameter's update begin."""
+    """Return the random generator's initial state for one update of a parameter: a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{seed} {step} {parameter}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -148,8 +148,8 @@ def random_numbers(key: int, begin: int, count: int, device: torch.device | str)
     Args:
         key: the generator's state before number 0.
         begin: position of the first number.
-        count: how many.
-        device: where they are computed.
+        count: number of values.
+        device: device of the result.
 
     Returns:
         int64 [count], with 64 random bits each.
@@ -172,27 +172,27 @@ def _shifted(numbers: Tensor, places: int) -> Tensor:
 
 
 BLOCK = 32
-"""Elements that share a scale, as in the MX formats (arXiv 2310.10537). A block begins at a multiple of this in its
-parameter. So do Megatron's shards, unless there are many data-parallel ranks: a block's two parts then have a
-scale each."""
+"""Number of elements that share a scale, as in the MX formats (arXiv 2310.10537). Blocks begin at multiples of it in
+the parameter. So do Megatron's shards, except with many data-parallel ranks: a shard may then cut a block, and each
+part has its own scale."""
 EXPONENTS = "exp_avg_exponents"
-"""Name of the scales in the state of a parameter: int8, of each block the exponent of the power of two."""
+"""Name of the scales in a parameter's state: int8, the exponent of each block's power-of-two scale."""
 TOP = 8
-"""Exponent of the maximum of a block in units of its scale, 2^TOP: e4m3 ends at 448."""
+"""Base-2 exponent of a block's largest possible number after scaling: 2^8 = 256, while e4m3 ends at 448."""
 LEAST_EXPONENT = -117
-"""Smallest exponent of a scale. The smallest number is then 2^-126, which float32 and bfloat16 have."""
+"""Smallest exponent of a scale. The smallest positive number is then 2^-126, which float32 and bfloat16 represent."""
 
 
 @dataclass(frozen=True)
 class Float8Values:
-    """Numbers in float8 with their scales. bfloat16 represents them exactly, and checkpoints store them so."""
+    """Numbers in float8 with their scales. bfloat16 represents them exactly, so checkpoints store them in bfloat16."""
 
     codes: Tensor
     """float8_e4m3fn [n]."""
     exponents: Tensor
-    """int8, of the blocks in which the numbers are."""
+    """int8: exponent of the scale of each block that holds the numbers."""
     start: int
-    """Place of the first number in the first block."""
+    """Index of the first number within the first block."""
 
     dtype = torch.bfloat16
     """Element type of `read` and of checkpoints."""
@@ -216,7 +216,7 @@ class Float8Values:
         return self.codes.is_cuda
 
     def __getitem__(self, part: slice) -> "Float8Values":
-        """Return some of the numbers: `part` has no step."""
+        """Return a slice of the numbers; `part` has no step."""
         begin, end, _ = part.indices(self.numel())
         first, start = divmod(self.start + begin, BLOCK)
         last = -(-(self.start + end) // BLOCK)
@@ -236,18 +236,18 @@ class Float8Values:
         return self.codes.float().mul_(scales[self.start : self.start + self.numel()])
 
     def keep(self, values: Tensor, random: Tensor | None) -> None:
-        """Set the numbers, which fill their blocks except those that the shard cuts.
+        """Store numbers. They must fill their blocks, except blocks that the shard cuts.
 
-        A block's scale is a power of two, so that a number that is kept, read and kept again stays what it is.
+        Scales are powers of two, so storing numbers that were read leaves them unchanged.
 
         Args:
             values: float32 [n], finite.
-            random: int64 [n], whose lowest 16 bits round stochastically; None: to the nearest.
+            random: int64 [n], whose lowest 16 bits round stochastically; None: round to the nearest.
         """
         blocks = torch.zeros(self.exponents.numel() * BLOCK, dtype=torch.float32, device=values.device)
         blocks[self.start : self.start + len(values)] = values
         largest = blocks.view(-1, BLOCK).abs().amax(1)
-        # The exponent of the next power of two: the fraction's bits carry, if there is one.
+        # Round up to a power of two: the addition carries into the exponent if the fraction isn't zero.
         exponents = ((largest.view(torch.int32) + 0x7FFFFF) >> 23) - 127 - TOP
         self.exponents.copy_(exponents.clamp_(min=LEAST_EXPONENT))
         down = _power_of_two(-self.exponents.int()).repeat_interleave(BLOCK)[self.start : self.start + len(values)]
@@ -267,7 +267,7 @@ class Float8MomentAdamW(Bfloat16MomentsAdamW):
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also another AdamW's, whose first moment is rounded to the nearest value."""
+        """Load a state. The first moment of another AdamW's state is rounded to the nearest."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -309,7 +309,7 @@ class Float8MomentAdamW(Bfloat16MomentsAdamW):
 
 
 def float8_values(state: Mapping[str, Any], start: int) -> Float8Values:
-    """Return the first moment in a parameter's state; the shard begins at its element `start`."""
+    """Return the first moment in a parameter's state; the shard begins at the parameter's element `start`."""
     return Float8Values(state["exp_avg"].view(-1), state[EXPONENTS], start % BLOCK)
 
 
@@ -317,10 +317,10 @@ def rounded_to_float8(values: Tensor, random: Tensor | None) -> Tensor:
     """Round numbers up to 448 to float8; see `Float8Values.keep`.
 
     Returns:
-        float8_e4m3fn [n]. Numbers that are exact in it stay what they are.
+        float8_e4m3fn [n]. Numbers that float8 represents exactly stay unchanged.
     """
     size = values.abs()
-    # The distance of neighbours: an eighth of the power of two below, and below 2^-6 that of 2^-6.
+    # Distance between neighbours: an eighth of the next lower power of two, constant below 2^-6.
     power = (size.view(torch.int32) & 0x7F800000).clamp_(min=(127 - 6) << 23)
     step = (power - (3 << 23)).view(torch.float32)
     steps = size.div_(step)

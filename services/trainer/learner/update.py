@@ -1,7 +1,7 @@
 """The update of the weights: skipped if a loss or gradient isn't finite, else clipped and applied. Its statistics, and
 the limit of consecutive skips.
 
-Actor and critic are updated together or not at all, so that a ledger says of an update whether it was skipped.
+Policy and critic are updated together or not at all, so the ledger records one outcome per update.
 """
 
 import math
@@ -24,7 +24,7 @@ from services.trainer.learner.data_parallel import DataParallel
 
 
 class NonFiniteGradients(ArithmeticError):
-    """A replayed update that was once applied has an infinite or NaN loss or gradient. Nothing has changed."""
+    """A replayed update, which was applied before, now has an infinite or NaN loss or gradient; no weights changed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PendingUpdate:
     loss: float
     """The model's loss, the same on all ranks."""
     clip_grad: float
-    """Largest norm of the gradient; 0 disables clipping."""
+    """Maximum norm of the gradient; 0 disables clipping."""
 
 
 def update_weights(
@@ -47,9 +47,9 @@ def update_weights(
     """Update all models, or none if a loss or gradient norm isn't finite. All ranks call it together and decide alike.
 
     Args:
-        parts: the models' parts.
+        parts: each model's part.
         step: number of the step, from 1, for errors.
-        first: whether no earlier update of the step was applied: the schedules are then stepped before this one is.
+        first: whether no earlier update of the step was applied; the schedules then advance before this update.
         skip: for a replayed step, whether its update was skipped before; None decides.
 
     Returns:
@@ -90,7 +90,7 @@ def _clip_and_step(optimizer: MegatronOptimizer, clip_grad: float, norm: float) 
 
     Args:
         optimizer: Megatron's chained optimizer.
-        clip_grad: largest norm; 0 disables clipping.
+        clip_grad: maximum norm; 0 disables clipping.
         norm: the gradients' norm, finite.
     """
     for one in optimizer.chained_optimizers:
@@ -105,7 +105,7 @@ BY_EPOCH = ("loss", "grad_norm", "ratio", "clip_fraction")
 """Metrics that a step of several epochs also has for each epoch."""
 
 UNWEIGHTED = ("loss", "grad_norm", "value_loss", "value_grad_norm")
-"""Metrics of an update as a whole, which aren't weighted by its tokens."""
+"""Metrics whose means over updates aren't weighted by tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class UpdateStats:
     """Statistics of one optimizer update, the same on all ranks."""
 
     step: int
-    """Number of its step, from 1."""
+    """Number of the update's step, from 1."""
     loss: float
     """Summed loss divided by the normalizer."""
     grad_norm: float
@@ -141,7 +141,7 @@ class UpdateStats:
 
     @property
     def values(self) -> dict[str, float]:
-        """All values by name, in the form of a step with one update."""
+        """All values by metric name, as for a step with one update."""
         return {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, **self.metrics}
 
 
@@ -150,13 +150,13 @@ def step_metrics(updates: Sequence[UpdateStats], epochs: int) -> dict[str, float
 
     Args:
         updates: the step's updates, in order; at least one.
-        epochs: number of epochs that they are of, each with as many.
+        epochs: number of epochs, each with the same number of updates.
 
     Returns:
-        For one update its values. Otherwise their means over the applied updates (over all, if none was applied), each
-        weighted by its trained tokens; losses and norms of gradients count all updates alike; of names that end in
-        "_max" the largest; learning rates of the last. For several epochs also `BY_EPOCH` of each, such as
-        clip_fraction_epoch_2. skipped_updates is the number of those that were skipped.
+        The values of a single update. For several updates: means over the applied ones (over all, if none was applied),
+        weighted by trained tokens except for losses and gradient norms; maxima for names that end in "_max"; the last
+        learning rates. For several epochs also `BY_EPOCH` of each epoch, such as clip_fraction_epoch_2.
+        skipped_updates is the number of skipped updates.
     """
     found = _merged(updates)
     if epochs > 1:
@@ -174,7 +174,7 @@ def _merged(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def _merge(name: str, updates: Sequence[UpdateStats]) -> float:
-    """Merge the values that updates have under a name."""
+    """Merge the updates' values of one metric."""
     values = [update.values[name] for update in updates]
     if len(values) == 1 or name in ("lr", "value_lr"):
         return values[-1]
@@ -185,7 +185,7 @@ def _merge(name: str, updates: Sequence[UpdateStats]) -> float:
 
 
 NAMED_GROUPS = 8
-"""Largest number of groups per step named in an error; the log and the ledger have all."""
+"""Maximum number of groups per step named in an error; the log and the ledger have all."""
 
 
 class TooManySkippedUpdates(ArithmeticError):
@@ -199,7 +199,7 @@ class SkippedUpdates:
         """`max_skipped` is trainer.max_skipped_updates."""
         self._max_skipped = max_skipped
         self._row: list[tuple[int, Sequence[str]]] = []
-        """Steps and groups of the updates since the last applied one."""
+        """Step and groups of each update skipped since the last applied one."""
         self._applied = 0
         """Step of the last applied update."""
 
@@ -210,7 +210,7 @@ class SkippedUpdates:
 
     def record_step(self, step: int, plan: Mapping[str, Any]) -> None:
         """Record the updates of a committed step from its plan in the ledger."""
-        if not plan.get(OUTCOME):  # of most steps, so that the ledger is read quickly
+        if not plan.get(OUTCOME):  # as in most steps: no parsing, so that the ledger is read quickly
             self.record(step, plan["groups"], skipped=False)
             return
         parsed = StepPlan.from_json(plan)

@@ -73,7 +73,7 @@ class Checkpoints:
         self._keep = False
         """True if the next checkpoint is never removed."""
         self._requesters: list[Answer] = []
-        """Requesters of the next checkpoint."""
+        """Futures for the requesters of the next checkpoint."""
         self._saving: _Saving | None = None
         self._sealer = ThreadPoolExecutor(1, "seal-checkpoint")
         self._stalled = 0.0
@@ -186,7 +186,7 @@ class Checkpoints:
                 )
             return
         errors = [str(report["error"]) for report in reports if "error" in report]
-        if errors:  # of all ranks: no one writes any more what is removed now
+        if errors:  # all ranks have ended: none still writes to the folder that is removed
             more = f"; so did {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
             self._abandon(saving, "; ".join(errors[:SHOWN_ERRORS]) + more)
         else:
@@ -219,7 +219,7 @@ class Checkpoints:
         return self._sealer.submit(self._remove_older, wait=True)
 
     def _remove_older(self, *, wait: bool = False) -> None:
-        """Start removing the checkpoints and step files that newer checkpoints, or a better one, replace."""
+        """Start removing checkpoints and step files that newer or better checkpoints replace."""
         settings = self._settings
         try:
             protected = protected_steps(self._record_folder, settings.keep_best, self._run_folder)
@@ -328,19 +328,19 @@ def remove_step_files(run_folder: Path, up_to: float) -> None:
 
 
 def restore(rank: CommandedRank, config: RunConfig, term: int) -> tuple[int, LedgerEntry | None]:
-    """Load the newest intact checkpoint of a step in the ledger. Put the others aside, and remove unfinished ones.
+    """Load the newest usable checkpoint of a step in the ledger. Rename unusable newer ones; remove unfinished ones.
 
     Args:
         rank: rank 0; the others run its commands.
         config: the run's configuration, with this world's layout.
-        term: of this trainer.
+        term: term of this trainer.
 
     Returns:
-        The checkpoint's step and the ledger's entry of that step. (0, None): there is none, or it is that of before
+        The checkpoint's step and the ledger's entry of that step. (0, None): there is none, or it is from before
         the first step.
 
     Raises:
-        CheckpointError: it is intact, but doesn't fit this model.
+        CheckpointError: the checkpoint is intact, but doesn't fit this model.
         BoardUnavailable: the ledger can't be read.
     """
     with rank.rank0_only("removing what earlier trainers did not finish"):
@@ -348,7 +348,7 @@ def restore(rank: CommandedRank, config: RunConfig, term: int) -> tuple[int, Led
     last = rank.board.last_step()
     for step in checkpoint_steps(rank.run_folder):
         path = checkpoint_path(rank.run_folder, step)
-        if step > last:  # if it stayed, it would be taken for one of the step that will have this number
+        if step > last:  # else it would be taken for a checkpoint of the future step with this number
             _put_aside(rank, path, f"the ledger ends earlier, at step {last}")
             continue
         if not rank.run(verify_checkpoint, path):
@@ -379,16 +379,16 @@ def _put_aside(rank: CommandedRank, path: Path, why: str) -> None:
 
 
 def same_layout(state: CheckpointState, config: RunConfig) -> bool:
-    """Return whether the parallel layout is the checkpoint's."""
+    """Return True if the configuration has the checkpoint's parallel layout."""
     names = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-    chunks = state.trainer.get("pipeline_chunks", 1)  # of an earlier release there is no such setting
+    chunks = state.trainer.get("pipeline_chunks", 1)  # earlier releases had no such setting
     return chunks == config.trainer.pipeline_chunks and all(
         state.trainer.get(name) == getattr(config.trainer, name) for name in names
     )
 
 
 class Schedule:
-    """Counts the steps since the last checkpoint, which a restart repeats from their files."""
+    """Counts the work since the last checkpoint, which a restart would replay, and decides when the next one is due."""
 
     def __init__(self, settings: CheckpointConfig) -> None:
         self._settings = settings
@@ -402,7 +402,7 @@ class Schedule:
         self._bytes += size
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after the counted steps."""
+        """Return True if a checkpoint is due after the counted steps."""
         settings = self._settings
         if not settings.every:
             return False

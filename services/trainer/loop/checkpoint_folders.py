@@ -1,20 +1,22 @@
 """The folders of weights in a run's folder: checkpoints, with their content, validation, rotation and limit on the
 disk, and the weights that a reference service takes over (`roles.reference.refresh_every`). Never imports torch.
 
+`restore` in checkpoint_control.py chooses which checkpoint is loaded.
+
 checkpoints/step-000020/           complete: renamed to this once everything in it was on disk
     manifest.json                  size and SHA-256 of every other file
     state.json                     step, ledger, data cursor, configuration: everything but tensors
     common.json                    settings of the optimizers, schedules, counters
     rank-00000-0.safetensors ...   each rank's part: rank-RANK-NUMBER
-    kept                           only in one that was requested: it is never removed
+    kept                           only in a requested one that is never removed
 checkpoints/.step-000040.3.partial being written by the trainer of term 3
 checkpoints/step-000040.broken     found damaged, renamed
 critic/checkpoints/...             the same, of a critic service
 reference/step-000050.1            Hugging Face folder of the weights after step 50, by the trainer of term 1
 reference/step-000100.1.partial    being written
 
-A reference's folder is complete before its step is committed, and the ledger says which one is in force. So nobody
-reads one of a trainer that died before it could commit, or that was replaced.
+A reference's folder is complete before its step is committed, and the ledger says which one is in force. So no
+replica reads the folder of a trainer that died before its commit or was replaced.
 """
 
 import hashlib
@@ -54,14 +56,14 @@ def size_of(run_folder: Path, step: int) -> int:
 
 
 def is_marked(run_folder: Path, step: int) -> bool:
-    """Return whether a checkpoint is never removed."""
+    """Return True if a checkpoint is marked as kept for ever."""
     return (checkpoint_path(run_folder, step) / KEPT).exists()
 
 
 def room_for_more(run_folder: Path, max_bytes: int) -> int:
-    """Return the bytes of the limit that remain beside the existing checkpoints and the next one.
+    """Return the bytes of the limit that the existing checkpoints and the next one leave; negative if they exceed it.
 
-    The next one is taken to be as large as the newest. Negative: they take more.
+    The next checkpoint is assumed to be as large as the newest.
     """
     steps = checkpoint_steps(run_folder)
     coming = size_of(run_folder, steps[0]) if steps else 0
@@ -71,7 +73,7 @@ def room_for_more(run_folder: Path, max_bytes: int) -> int:
 def beyond(run_folder: Path, max_bytes: int, protected: Collection[int] = ()) -> list[int]:
     """Return the steps of the checkpoints to remove, the oldest first, so that the next one has room within the limit.
 
-    Neither the newest nor a marked or protected one is among them.
+    The newest, marked and protected checkpoints are never among them.
     """
     room, found = room_for_more(run_folder, max_bytes), []
     for step in reversed(checkpoint_steps(run_folder)[1:]):
@@ -91,7 +93,7 @@ PART = re.compile(r"rank-(\d+)-")
 CHUNK_BYTES = 1 << 20
 """Bytes per read for a checksum."""
 REMOVED_TERM = 0
-"""Replaces the trainer's term in the names of checkpoints being removed."""
+"""Number in place of the trainer's term in the names of checkpoints being removed."""
 UNFINISHED = {
     CHECKPOINTS: re.compile(r"\.step-\d{6,}\.(\d+)\.partial"),
     STEPS: re.compile(r"step-\d{6,}\.safetensors\.(\d+)\.partial"),
@@ -105,16 +107,16 @@ class CheckpointBroken(Exception):
 
 
 class Ledger(BaseModel):
-    """The committed step of a checkpoint."""
+    """The committed step that a checkpoint belongs to."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     """Number of the step; 0 before the first."""
     term: int = 0
-    """Term of the trainer that made it."""
+    """Term of the trainer that made the step."""
     plan_sha256: str = ""
-    """`plan_sha256` of its plan."""
+    """Checksum of the step's plan (`plan_sha256`)."""
 
 
 class BoardState(BaseModel):
@@ -142,14 +144,13 @@ class CheckpointState(BaseModel):
     step: int
     """The weights' version."""
     term: int
-    """Term of the trainer that wrote it."""
+    """Term of the trainer that wrote the checkpoint."""
     ledger: Ledger
     board: BoardState
     trainer: dict[str, Any]
     """The configuration's section trainer."""
     algorithm: dict[str, Any]
-    """The configuration's section algorithm. Algorithms have no state; the reference is the initial model, and
-    the critic is beside the policy."""
+    """The configuration's section algorithm. Algorithms have no state."""
     weights_checksum: int = 0
     """`Learner.checksum`, summed over all ranks."""
     versions: dict[str, str]
@@ -163,7 +164,7 @@ def partial_path(run_folder: Path, step: int, term: int) -> Path:
 
 
 def plan_sha256(plan: Mapping[str, Any]) -> str:
-    """Return a plan's checksum without its outcome, which step files, and ledgers restored from them, lack."""
+    """Return a plan's checksum without its outcome: step files, and ledgers restored from them, have none."""
     planned = {name: value for name, value in plan.items() if name != OUTCOME}
     return hashlib.sha256(json.dumps(planned, sort_keys=True).encode()).hexdigest()
 
@@ -195,9 +196,9 @@ def seal(partial: Path, final: Path, state: CheckpointState, written: Mapping[st
     Args:
         partial: the folder.
         final: the checkpoint's path.
-        state: what goes to state.json.
+        state: content of state.json.
         written: `describe` of the ranks' files, by name; other files are read here.
-        kept: whether to mark it as `keep` does.
+        kept: whether to mark the checkpoint as kept for ever.
 
     Raises:
         OSError: it can't be written, or a checkpoint of this step exists.
@@ -234,8 +235,8 @@ def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int]
 
     Args:
         path: the checkpoint.
-        share: number of this process among those that share the reading, from 0: in the layout that wrote it, a rank
-            reads its own part, which it loads next.
+        share: index of this process among those that share the reading. In the layout that wrote the checkpoint, a
+            rank thus reads its own part, which it loads next.
         shares: number of these processes.
         progress: called with the bytes read.
 
@@ -264,7 +265,7 @@ def put_aside(path: Path) -> Path:
 
 
 def remove_partials(run_folder: Path, before_term: int) -> None:
-    """Remove the unfinished checkpoints, step files and weights of the reference of trainers of earlier terms."""
+    """Remove unfinished checkpoints, step files and reference weights of trainers with earlier terms."""
     for folder, name in UNFINISHED.items():
         for path in (run_folder / folder).glob("*.partial"):
             found = name.fullmatch(path.name)
@@ -306,9 +307,10 @@ def keep(path: Path) -> None:
 def oldest_kept(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collection[int] = ()) -> int | None:
     """Return the step of the oldest checkpoint that may be needed; None if there are too few yet.
 
-    That is the oldest of the newest `keep`; or of those that have room, if another one would have none within
-    `max_bytes`. Earlier steps are no longer needed to restore the weights, even if newer checkpoints are broken.
-    `protected`: steps that stay whatever the limit is.
+    Normally that is the oldest of the newest `keep`; None if there are fewer. If `max_bytes` leaves no room for one
+    more after the next, it is the oldest of the newest `keep` that may be removed. Earlier steps are no longer needed
+    to restore the weights, even if newer checkpoints are broken.
+    `protected`: steps whose checkpoints are never removed.
     """
     steps = checkpoint_steps(run_folder)
     if max_bytes and steps and room_for_more(run_folder, max_bytes) < size_of(run_folder, steps[0]):
@@ -320,12 +322,12 @@ def oldest_kept(run_folder: Path, keep: int, max_bytes: int = 0, protected: Coll
 def rotate(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collection[int] = ()) -> int | None:
     """Rename checkpoints beyond the newest `keep` or a limit of bytes; `remove_rotated` removes them.
 
-    Marked ones stay, and so do the newest and those in `protected`.
+    The newest, marked and protected checkpoints stay.
 
     Args:
         run_folder: the folder of the run.
-        keep: how many of the newest to keep.
-        max_bytes: what they and the next one may take; 0: no limit.
+        keep: number of newest checkpoints to keep.
+        max_bytes: maximum bytes of the checkpoints and the next one; 0: no limit.
         protected: steps of further checkpoints that stay.
 
     Returns:
@@ -371,7 +373,7 @@ def _remove_later(run_folder: Path, steps: Iterable[int]) -> None:
 
 
 WEIGHTS_NAME = re.compile(r"step-(\d+)\.(\d+)")
-"""Prefix of a folder's name, followed by step and term. An unfinished one ends with ".partial"."""
+"""Beginning of the name of a folder of reference weights: step and term. Unfinished folders end with ".partial"."""
 
 
 def weights_after(plan: Mapping[str, Any]) -> str:
@@ -382,7 +384,7 @@ def weights_after(plan: Mapping[str, Any]) -> str:
 
 
 def weights_path(run_folder: Path, name: str) -> Path:
-    """Return the folder of weights."""
+    """Return the folder of the reference's weights with this name."""
     return run_folder / REFERENCE_FOLDER / name
 
 
@@ -395,7 +397,7 @@ def sync_weights(folder: Path) -> None:
 def remove_older(run_folder: Path, name: str, kept: str) -> None:
     """Remove the weights older than those of `name`, except `kept`. Raises OSError.
 
-    A trainer that was replaced and doesn't know it yet removes none of its successor's.
+    A replaced trainer, even before it notices, thus removes none of its successor's weights.
     """
     for path in (run_folder / REFERENCE_FOLDER).iterdir():
         if (

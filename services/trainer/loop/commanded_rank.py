@@ -1,4 +1,4 @@
-"""One rank's part in a run's checkpoints, controlled by rank 0's `Checkpoints`."""
+"""A rank that runs rank 0's commands, its part in checkpoints (controlled by `Checkpoints`), and its thread."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ class CheckpointPart:
         return self._snapshot.nbytes
 
     def write(self, problem: str = "") -> None:
-        """Start writing the snapshot. A problem is only reported, on rank 0, once the copies are complete."""
+        """Start writing the snapshot. With a `problem`, write nothing: rank 0 reports it after the copies end."""
         assert self._snapshot is not None, "begin comes first"
         name, rank = self._name, self._learner.world.rank
 
@@ -64,11 +64,11 @@ class CheckpointPart:
         return None if results is None else [json.loads(report) for report in results]
 
     def writing(self) -> list[int]:
-        """Return the ranks that haven't ended."""
+        """Return the ranks that haven't reported the end of their writing."""
         return self._disk.silent(self._name)
 
     def copied(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the snapshot's copies. Return whether they are complete."""
+        """Wait up to `seconds` for the snapshot's copies. Return True if they are complete."""
         return self._snapshot is None or self._snapshot.copies.wait(seconds)
 
     def end(self) -> None:
@@ -105,7 +105,7 @@ def _write(snapshot: Snapshot, partial: Path, rank: int, problem: str, tell: Cal
     except Exception as error:
         logger.exception("rank %d could not write its part of %s", rank, partial.name)
         report = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
-        with suppress(OSError):  # others need the room until rank 0 removes the folder
+        with suppress(OSError):  # free the space before rank 0 removes the folder
             for path in partial.iterdir():
                 if rank_of(path.name) == rank:
                     path.unlink(missing_ok=True)
@@ -130,7 +130,7 @@ class CommandedRank:
     board: Board
     """Source of the groups' columns."""
     run_folder: Path
-    """Folder of the run, or a follower's subfolder, for checkpoints."""
+    """Folder for checkpoints: the run's, or a follower's subfolder."""
 
     @property
     def record_folder(self) -> Path:
@@ -182,7 +182,7 @@ def wait_for_disk(rank: CommandedRank, work: str) -> None:
 
 @command
 def prepare_checkpoints(rank: CommandedRank) -> None:
-    """Prepare for the first checkpoint, which would otherwise wait."""
+    """Prepare memory for the first checkpoint, so that it starts sooner."""
     rank.learner.prepare_snapshots()
 
 
@@ -201,13 +201,13 @@ def begin_checkpoint(rank: CommandedRank, folder: Path) -> tuple[int, int]:
 
 @command
 def end_checkpoint(rank: CommandedRank) -> None:
-    """Drop the snapshot, once every rank has reported the end of its writing, or is late."""
+    """Drop the snapshot, after every rank has ended its writing or is late."""
     rank.checkpoint.end()
 
 
 @command
 def verify_checkpoint(rank: CommandedRank, folder: Path) -> bool:
-    """Return whether all files of a checkpoint are intact; each rank reads a share of them."""
+    """Return True if all files of a checkpoint are intact; each rank reads a share of them."""
     return rank.channel.all_ranks_agree(rank.checkpoint.intact(folder))
 
 
@@ -218,7 +218,7 @@ def restore_checkpoint(rank: CommandedRank, folder: Path, step: int, *, same_lay
 
 
 END_SECONDS = 5.0
-"""Seconds for the parent to read the reason of a rank's failure, and to kill it."""
+"""Seconds that a failed rank waits before it exits, so that its parent can read the reason."""
 
 
 class RankThread:
@@ -231,7 +231,7 @@ class RankThread:
         self.events: Outbox[WorkResponse] = Outbox()
 
     def start(self, request: WorkRequest, work: Callable[[WorkRequest, RunConfig], None]) -> None:
-        """Run `work` with the request and its configuration in a new thread. It doesn't return."""
+        """Run `work` with the request and its configuration in a new thread. `work` never returns."""
         os.environ.update(request.environment)
         self.number = int(os.environ.get("RANK", "0"))
         self.alone = os.environ.get("WORLD_SIZE", "1") == "1"

@@ -41,12 +41,12 @@ ROLLOUT_LOGPROBS = "rollout_logprobs"
 """The column that the learner compares with its own log-probs, even if the algorithm doesn't need it."""
 
 PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
-"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each, or [tokens, k]; for
-ROUTED_EXPERTS [tokens with the prompt - 1, layers, top_k]."""
+"""Prepared columns by group id and sequence index, [tokens] or [tokens, k] without a shared prompt. ROUTED_EXPERTS is
+[tokens with the prompt - 1, layers, top_k]."""
 
 
 class GroupFailed(ValueError):
-    """A group can't be trained on, as its prepared columns have shown."""
+    """The prepared columns show that a group can't be trained on."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(detail)
@@ -92,7 +92,7 @@ class RoundRunner:
         for role, columns in COLUMNS_OF.items():
             wanted = {*needs.loss, *of_advantages}.difference(self.columns)
             own = tuple(name for name in columns if name in wanted)
-            # A teacher with prompts of its own, or one of several, has other rows than the student.
+            # A teacher with separate prompts, or one of several teachers, has other rows than the student.
             privileged = role == TEACHER and TEACHER_PROMPT_TOKENS in self.columns
             names = list(dict.fromkeys(config.roles.frozen[role].settings.values()))
             early = several or privileged or len(names) > 1 or set(own).intersection((*of_advantages, *needs.finite))
@@ -133,11 +133,11 @@ class RoundRunner:
         own = entry.micro_batches[self._learner.world.dp_rank]
         prepared: list[PreparedColumns] = [{} for _ in own]
         for one in self._forward:
-            # The experts are those of the tokens behind the student's prompt.
+            # Routed experts are recorded with the student's prompt.
             left_out = () if one.prompt == "prompt_tokens" else (ROUTED_EXPERTS,)
             packed = [name for name in self._packed_columns if name not in left_out]
             asked = {group_id: group for group_id, group in groups.items() if one.is_for(group)}
-            # Also those that are empty then: all ranks make the same calls.
+            # Also micro-batches that are now empty: all ranks make the same calls.
             batches = [self._packed(micro_batch, asked, packed, one.prompt) for micro_batch in own]
             for micro_batch, batch, columns, found in zip(own, batches, one.compute(batches), prepared, strict=True):
                 sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
@@ -155,12 +155,12 @@ class RoundRunner:
         """Return the trainer's additional columns of a step's group: [T] each, by name.
 
         Args:
-            group: the group as it came.
-            prepared: results of forward passes. Missing ones are NaN, as are columns that follow from them;
-                there are no candidates. Experts that are missing, of a step that can't be trained, are left out.
+            group: the group without these columns.
+            prepared: results of forward passes. Where they are missing, values and advantages become NaN, candidates
+                -1, and experts are left out: such a step can't be trained.
 
         Raises:
-            GroupFailed: a frozen model gives it a log-prob that isn't finite, or the algorithm fails on it.
+            GroupFailed: a frozen model gives the group a log-prob that isn't finite, or the algorithm fails on it.
         """
         columns = {
             name: np.concatenate(
@@ -195,7 +195,7 @@ class RoundRunner:
         Args:
             entry: the round.
             groups: groups by id.
-            whitening: what their advantages are normalised with here. Their columns stay as they are.
+            whitening: normalisation of the packed advantages; the groups' columns stay unchanged.
             last: whether it is the last round of its update.
         """
         own = entry.micro_batches[self._learner.world.dp_rank]
@@ -217,7 +217,7 @@ class RoundRunner:
             The statistics of each update.
 
         Raises:
-            StepFileError: the file has no column that the trainer had prepared.
+            StepFileError: the file lacks a column that the trainer prepares.
             NonFiniteGradients: an update that was applied before isn't finite now.
         """
         groups = {group_id: self.recorded(group_id, file) for group_id in file.plan.groups}
@@ -239,7 +239,7 @@ class RoundRunner:
     def _check_log_probs(
         self, group: TrainGroup, columns: Mapping[str, NDArray[Any]], prepared: PreparedColumns
     ) -> None:
-        """Check frozen models' log-probs of a group: a model that isn't trained would return the same again."""
+        """Raise GroupFailed if a frozen model's log-probs of a group aren't finite: a retry would give the same."""
         if not all((group.group_id, index) in prepared for index in range(len(group.lengths))):
             return  # it was closed meanwhile
         trained = group.columns[LOSS_MASK] != 0
@@ -255,8 +255,8 @@ class RoundRunner:
     def advantages(self, group: TrainGroup) -> tuple[NDArray[np.float32], bool]:
         """Return the advantages of a group that has its other columns, and whether the algorithm filters it.
 
-        They are 0 then: the group has its place in the step. They are NaN where one of the trainer's log-probs isn't
-        finite, as after weights that went wrong, so that the update is skipped.
+        A filtered group's advantages are 0, and it keeps its place in the step. If one of the trainer's log-probs isn't
+        finite, as with broken weights, all advantages are NaN, so that the update is skipped.
         """
         columns, mask = group.columns, group.columns[LOSS_MASK]
         needed = [columns[name] for name in self._algorithm.needs.advantages if name in self._computed]
@@ -297,7 +297,7 @@ class RoundRunner:
     def _sequences(
         self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str], prompt: str
     ) -> Iterator[TrainSequence]:
-        # Old log-probs are of the step's beginning, whatever the weights are now.
+        # Old log-probs come from the weights at the step's beginning, even after updates.
         learner = self._learner
         version = learner.step if OLD_LOGPROBS in self._computed else learner.weights_version
         for piece in micro_batch:

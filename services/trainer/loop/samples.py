@@ -1,5 +1,5 @@
-"""The samples of a step, as records: those that people are shown, and files with all of them (telemetry.all_samples),
-which are written beside training.
+"""Records of a step's samples: a few to show, and files with all samples (telemetry.all_samples), which are written
+beside training.
 """
 
 import gzip
@@ -38,9 +38,9 @@ from services.trainer.batch.groups import TrainGroup
 logger = logging.getLogger(__name__)
 
 LEVEL = 1
-"""Compression level of zlib, which leaves the interpreter to training meanwhile."""
+"""Compression level of zlib. Compression releases the interpreter lock, so training continues."""
 PATIENCE_SECONDS = 10.0
-"""Seconds for which a step waits for the files of the step before."""
+"""Maximum seconds for which a step waits for the file of the previous step."""
 LINES_TOGETHER = 64
 """Number of lines to compress in one call."""
 
@@ -48,8 +48,9 @@ LINES_TOGETHER = 64
 class SampleFiles:
     """Writes a file for each step in a thread, and removes old ones.
 
-    A step that is trained again replaces its file. A disk that refuses files or is slow costs samples, but no step; a
-    warning says so. A trainer that is killed right after a commit may leave that step without a file.
+    A step that is trained again replaces its file. If the disk refuses a file or is slow, the step's samples are lost
+    with a warning, and training continues. A trainer that is killed right after a commit may leave that step without
+    a file.
     """
 
     def __init__(self, folder: Path, kept_steps: int) -> None:
@@ -70,13 +71,13 @@ class SampleFiles:
             )
 
     def await_written(self, seconds: float | None = None) -> bool:
-        """Return whether all files are written, after waiting for them (PATIENCE_SECONDS by default)."""
+        """Wait up to `seconds` (default: PATIENCE_SECONDS) for the files. Return True if all are written."""
         if self._writing is not None:
             with waiting("the samples of the step before, to be written", disk=True):
                 wait([self._writing], PATIENCE_SECONDS if seconds is None else seconds)
             if not self._writing.done():
                 return False
-            self._writing.result(0)  # raises what nobody foresaw
+            self._writing.result(0)  # raises unexpected errors
             self._writing = None
         return True
 
@@ -114,9 +115,9 @@ def shown_samples(
     Args:
         groups: the step's groups.
         step: the step.
-        limit: largest number of samples.
-        whitening: what their advantages are normalised with, if they are.
-        traces: fields of a group's samples with the ids of traces, by group.
+        limit: maximum number of samples.
+        whitening: normalisation of the advantages, if any.
+        traces: fields with the trace ids of each group's samples, by group id.
     """
     places = [
         (index, place) for place, group in enumerate(groups) for index in range(group.samples)
@@ -139,7 +140,7 @@ def shown_samples(
 def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | None = None) -> list[dict[str, Any]]:
     """Return all samples as `shown_samples` does, group by group, with their sources.
 
-    They are without tokens, and media without previews.
+    The records have no tokens, and their media no previews.
     """
     found = []
     for group in groups:
@@ -153,7 +154,7 @@ def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | 
 
 
 def _shown(group: TrainGroup, index: int, own: slice, step: int, whitening: Whitening | None) -> dict[str, Any]:
-    """Return a sample's record; `own`: its place in `TrainGroup.sample_slices`."""
+    """Return a sample's record; `own` is its slice from `TrainGroup.sample_slices`."""
     columns = group.columns
     advantages = columns["advantages"][own]
     if whitening is not None:
@@ -194,7 +195,7 @@ TOKEN_COLUMNS = {
 }
 """Fields of SampleTokens in coordinator.proto, with the columns that they contain."""
 DIGITS = 4
-"""Significant digits of their numbers."""
+"""Number of significant digits of the numbers in these fields."""
 
 
 def _shown_tokens(group: TrainGroup, own: slice, whitening: Whitening | None) -> dict[str, list[Any]]:
@@ -219,7 +220,7 @@ def _media_of_samples(
 ) -> dict[int, dict[str, Any]]:
     """Return the media to show for a group's samples: the first ones of its prompt and of each conversation."""
     found: dict[int, list[MediaRecord]] = {index: list(group.columns.get(PROMPT_MEDIA) or ()) for index in indices}
-    # A run without conversations lacks the column, one with several players has several sequences for a sample.
+    # A run without conversations lacks the column. With several players, a sample has several sequences.
     of_sequences = zip(group.columns["sample_of_sequence"], group.columns.get(SEQUENCE_MEDIA) or (), strict=False)
     for sample, records in of_sequences:
         if sample in found:
@@ -234,7 +235,7 @@ def _media_of_samples(
 
 
 def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the columns that samples show of a conversation."""
+    """Return the fields of a sample's record about its conversation."""
     return {
         "conversation": [shown_message(message) for message in columns[RESPONSE_MESSAGES][index]],
         "turns": int(columns[TURNS][index]),

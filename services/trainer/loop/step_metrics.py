@@ -51,9 +51,9 @@ STATISTICS: dict[str, Callable[[NDArray[Any]], Any]] = {
     "max": np.max,
     "std": np.std,
 }
-"""Statistics of reward and response_length, by the end of their names."""
+"""Statistics of reward and response_length, by the last part of the metric's name."""
 REPEATED_CHARACTERS = 10_000
-"""Characters at an answer's end that are compressed."""
+"""Number of characters at an answer's end that are compressed to find repetition."""
 REPEATED_RATIO = 10.0
 """Compression ratio of an answer's end above which the answer repeats itself."""
 MAX_COMPRESSED = 512
@@ -63,16 +63,16 @@ MAX_SOURCES = 32
 NO_NAME = re.compile(r"[^A-Za-z0-9_.\-]+")
 """Characters of a source that can't be in a metric's name."""
 MAX_NAME = 64
-"""Maximum length of a source in a metric's name."""
+"""Maximum length of a source in a metric's name, in characters."""
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Facts of a step's samples, each an array [n]."""
+    """A step's n samples: an array [n] for each quantity."""
 
     rewards: NDArray[np.float64]
     lengths: NDArray[np.int32]
-    """Response tokens."""
+    """Number of response tokens."""
     finishes: NDArray[np.str_]
     """Finish reason of the last sequence."""
     texts: NDArray[np.object_]
@@ -127,7 +127,7 @@ PARTS: dict[str, tuple[Callable[[StepSamples], dict[str, NDArray[np.bool_]]], tu
 
 
 def sample_statistics(groups: Sequence[TrainGroup]) -> dict[str, float]:
-    """Return the statistics of the samples of a step's groups, at least one, by the names of docs/metrics.md."""
+    """Return the statistics of the samples of at least one group, by metric name (docs/metrics.md)."""
     samples = StepSamples.of(groups)
     found: dict[str, Any] = {}
     for name, values in (("reward", samples.rewards), ("response_length", samples.lengths)):
@@ -157,7 +157,7 @@ def _source(prompt: Any) -> str:
 
 
 def _by_source(sources: NDArray[np.str_]) -> dict[str, NDArray[np.bool_]]:
-    """Return the samples of each source: of the most frequent ones, and of all others together."""
+    """Return a mask of the samples for each of the most frequent sources, and one for all others."""
     counts = Counter(source for source in sources.tolist() if source)
     parts = {source: sources == source for source, _ in counts.most_common(MAX_SOURCES)}
     if len(counts) > MAX_SOURCES:
@@ -209,7 +209,7 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
 
 
 def _parts(groups: Sequence[TrainGroup], column: str) -> dict[str, list[float]]:
-    """Return the values by name, of all samples that have them, from a column {name: [n values, null without it]}."""
+    """Return all samples' values by name, from columns {name: [n values]}, without nulls."""
     parts: dict[str, list[float]] = {}
     for group in groups:
         for name, values in (group.columns[column] or {}).items():
@@ -245,7 +245,7 @@ def _conversation_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
 
 
 def _observation_tokens(group: TrainGroup) -> int:
-    """Return the number of tokens between the model's own, in all sequences."""
+    """Return the number of tokens between the model's tokens, in all sequences."""
     of_model = np.flatnonzero(group.columns[LOSS_MASK])
     places = np.searchsorted(of_model, bounds_of(group.lengths))
     begins, ends = places[:-1], places[1:]
@@ -259,8 +259,12 @@ def performance(
     """Return the speed of the trainer in a step, for each of its GPUs.
 
     Args:
-        groups: the step's groups. epochs: number of passes over them. seconds: duration of the training: train_seconds.
-        ranks: of the trainer. shape: the model; None without one. device_name: name of the GPUs; "" on CPU.
+        groups: the step's groups.
+        epochs: number of passes over the groups.
+        seconds: duration of the training (train_seconds).
+        ranks: number of the trainer's ranks.
+        shape: sizes of the model; None if there is none.
+        device_name: name of the GPUs; "" on CPU.
     """
     if seconds <= 0:
         return {}
@@ -268,7 +272,7 @@ def performance(
     own = np.concatenate([group.lengths for group in groups]).astype(np.float64)
     shares = np.concatenate([group.columns["shares_prompt"] != 0 for group in groups])
     before = np.repeat(prompts, [len(group.lengths) for group in groups]) * shares
-    # A shared prompt is stored once for its group's sequences, as packing does where they are in one micro-batch.
+    # Count a shared prompt once per group, as packing does if the group's sequences are in one micro-batch.
     tokens = own.sum() + prompts.sum()
     speed = {"train_tokens_per_second_per_gpu": epochs * float(tokens) / seconds / ranks}
     if shape is None:
@@ -289,7 +293,7 @@ def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
     )
     if not returns.size:
         return {}
-    # In float64: the variance of returns that are all but equal would be noise.
+    # In float64: in float32 the variance of nearly equal returns would be noise.
     variance = float(returns.var(dtype=np.float64))
     unexplained = float((returns - values).var(dtype=np.float64))
     metrics = {"value_mean": float(values.mean()), "return_mean": float(returns.mean())}
@@ -324,7 +328,7 @@ def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None
 
 
 WORK_NAMES = {"rollout": "generate", "reward": "score", TRAIN: "in_step"}
-"""Names of a stage's work, in metrics, that differ from the stage's."""
+"""Metric names of stages' work, where they differ from the stage's name."""
 
 
 def group_times(open_step: StepBuilder, ended: int) -> dict[str, float]:

@@ -5,8 +5,8 @@ Rank 0 drives all ranks through it. With one update per step, and no columns to 
 trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates need:
 log-probs under the weights at its beginning and under frozen models, and the critic's values. Once it is full,
 advantages that need these columns are computed, and measured if they are to be normalised over the step. Then its
-groups are divided into mini-batches, and each mini-batch makes an update in each epoch. Advantages are normalised where
-they are packed: a group's column stays as it is, and the plan has the measure.
+groups are divided into mini-batches, and each mini-batch makes an update in each epoch. Advantages are normalised when
+they are packed: a group's column stays unchanged, and the plan records the normalisation.
 """
 
 import logging
@@ -46,12 +46,12 @@ class StepBuilder:
     """Collects groups and mini-batches of the open step."""
 
     def __init__(self, number: int, packer: Packer, carrier: dict[str, str]) -> None:
-        """`carrier`: the step's trace context, to which each group's train span links."""
+        """`carrier`: the step's trace context; each group's train span links to it."""
         self.number = number
         self.packer = packer
         self.members: dict[str, DeliveredGroup] = {}
         self.rounds: list[MicroBatchRound] = []
-        """Number of rounds that were trained while the step filled."""
+        """Rounds that were trained while the step filled."""
         self.sealed = False
         """True once the last round is trained: the step takes no more groups."""
         self.mini_batches: tuple[MiniBatch, ...] = ()
@@ -76,7 +76,7 @@ class StepBuilder:
 
     @property
     def groups(self) -> dict[str, TrainGroup]:
-        """Columns by group id."""
+        """The step's groups by id."""
         return {group_id: taken.group for group_id, taken in self.members.items()}
 
     def deliveries_of(self, entry: MicroBatchRound) -> tuple[Delivery, ...]:
@@ -138,8 +138,8 @@ class StepBuilder:
 
 
 BUNDLE_BYTES = 64 * 2**20
-"""Maximum bytes of groups that one command assembles, so that neither its memory nor the time in which the ranks wait
-for each other grows with the step."""
+"""Maximum bytes of groups that one command assembles, so that neither memory nor the ranks' waits for each other grow
+with the step."""
 
 
 class StepPhases(ABC):
@@ -151,26 +151,26 @@ class StepPhases(ABC):
         self._rank = rank
 
     def packer(self) -> Packer:
-        """Return an empty packer of micro-batches. A round is a schedule of the pipeline, also in preparation."""
+        """Return an empty packer of micro-batches. Each round is one pipeline schedule, also in preparation."""
         trainer = self._config.trainer
         per_rank = schedule_length(trainer.pipeline_parallel, trainer.pipeline_chunks)
         return Packer(self._config.micro_batch_tokens, trainer.data_parallel, per_rank)
 
     @abstractmethod
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
-        """Work on the step's next round of micro-batches, while it fills.
+        """Work on the step's next round of micro-batches, while the step fills.
 
         Args:
             open_step: the step.
             entry: the round.
-            last: whether the step closes with it.
+            last: whether the step closes after this round.
         """
 
     @abstractmethod
     def close(self, open_step: StepBuilder) -> bool:
-        """Set the mini-batches of the full step. Return whether all ranks have their groups.
+        """Set the mini-batches of the full step. Return True if all ranks have their groups.
 
-        If not, groups were closed meanwhile, or here, because they can't be trained on. May be repeated.
+        If not, groups were closed meanwhile, or here because they can't be trained on. May be repeated.
         """
 
     @abstractmethod
@@ -190,7 +190,7 @@ class TrainedWhileFilling(StepPhases):
     """Accumulates gradients as micro-batches come: for a step with one update."""
 
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
-        """Run a round's forward and backward passes. The last one also starts the reduction, so none may follow."""
+        """Run a round's forward and backward passes. The last round starts the reduction: no round may follow."""
         self._rank.groups = open_step.groups
         self._rank.run(train_round, entry, open_step.deliveries_of(entry), last=last)
         open_step.rounds.append(entry)
@@ -217,9 +217,9 @@ class PreparedThenTrained(StepPhases):
             self._rank.run(prepare, entry, open_step.deliveries_of(entry))
 
     def close(self, open_step: StepBuilder) -> bool:
-        """Measure the advantages; divide the groups into mini-batches; hand them out with their prepared columns."""
+        """Measure the advantages; divide groups into mini-batches; send them with prepared columns to their ranks."""
         groups, count = list(open_step.groups.values()), self._config.trainer.mini_batches
-        # The other ranks don't wait in a collective: with many tokens this takes as long as one may.
+        # The other ranks don't wait in a collective: with many tokens this may take longer than its deadline.
         with self._rank.rank0_only(f"dividing step {open_step.number} into mini-batches") as progress:
             prepared, failed = self._prepared(groups, progress)
             if not failed:
@@ -264,7 +264,7 @@ class PreparedThenTrained(StepPhases):
         groups: Sequence[TrainGroup],
         columns: Mapping[str, Mapping[str, NDArray[Any]]],
     ) -> bool:
-        """Hand the groups out with their prepared columns. Return whether all ranks have theirs."""
+        """Send the groups with their prepared columns to their ranks. Return True if all ranks have their groups."""
         dp_ranks, done = dp_ranks_of_groups(open_step.mini_batches), 0
         for bundle in bundles(groups, BUNDLE_BYTES):
             ids = [group.group_id for group in bundle]

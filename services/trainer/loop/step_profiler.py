@@ -1,4 +1,4 @@
-"""Profiles of steps: the choice of recorded steps, by rank 0, and the recording of one rank."""
+"""Profiles of steps: rank 0 chooses the recorded steps, and each chosen rank records."""
 
 import logging
 import threading
@@ -17,7 +17,7 @@ from services.trainer.megatron.rank_messages import message
 logger = logging.getLogger(__name__)
 
 MEMORY_EVENTS = 200_000
-"""Number of last allocations that a rank remembers; a few hundred bytes each."""
+"""Maximum number of recent allocations that a rank records; a few hundred bytes each."""
 
 
 @message
@@ -48,10 +48,10 @@ def memory_path(run_folder: Path, moment: str, rank: int) -> Path:
 
 
 class ProfilePlan:
-    """The steps to record, by rank 0: those of the configuration, and those requested by calls."""
+    """Rank 0's plan of steps to record: those in the configuration, and those requested by calls."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Plan the configuration's."""
+        """Plan the steps in the configuration."""
         profile = config.trainer.profile
         options = ProfileOptions(ranks=profile.ranks, stacks=profile.stacks, memory=profile.memory)
         self._last = config.run.steps
@@ -63,8 +63,8 @@ class ProfilePlan:
     def request(self, steps: int, options: ProfileOptions) -> range:
         """Plan the next `steps` steps to begin, and return them. Any thread may call this.
 
-        Raises FailedPrecondition: fewer are left, or one of them is planned already. Unavailable: the ranks replay
-        steps, and don't know the next one yet.
+        Raises FailedPrecondition: fewer steps are left, or one of them is already planned. Unavailable: the ranks
+        replay steps, and the next one isn't known yet.
         """
         with self._lock:
             if self._begun is None:
@@ -95,7 +95,7 @@ class StepProfiler:
     rank: int
     run_folder: Path
     keeps_memory: bool
-    """True if the rank remembers its allocations all the time."""
+    """True if the rank records its allocations all the time."""
     recorder: TraceRecorder | None = None
     step: int = 0
     memory: bool = False
@@ -123,8 +123,8 @@ class StepProfiler:
 
 
 def step_profiler(config: RunConfig, rank: int, run_folder: Path) -> StepProfiler:
-    """Return a rank's profiler. With trainer.profile.memory it remembers allocations from now on, and writes a snapshot
-    when memory runs out. Call it before the rank takes memory."""
+    """Return a rank's profiler. With trainer.profile.memory the rank records allocations from now on, and writes a
+    snapshot when memory runs out. Call this before the rank allocates memory."""
     profile = config.trainer.profile
     keeps = profile.memory and rank in profile.ranks
     if keeps and not torch.cuda.is_available():
@@ -133,7 +133,7 @@ def step_profiler(config: RunConfig, rank: int, run_folder: Path) -> StepProfile
     if keeps:
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
         path = memory_path(run_folder, "out-of-memory", rank)
-        # torch has no public way to be told: without it, a snapshot would come when the stack's tensors are gone.
+        # torch has no public callback for this. A later snapshot would lack the tensors of the unwound stack.
         torch._C._cuda_attach_out_of_memory_observer(  # type: ignore[attr-defined]
             lambda *_: write_or_log(_write_memory, path)
         )

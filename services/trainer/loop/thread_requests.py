@@ -1,5 +1,5 @@
-"""Other threads' requests to rank 0's training thread, which serves them between two rounds of micro-batches; and sleep
-and wake-up in a colocated run, which some of them ask for: the trainer's state moves to the host's memory and back.
+"""Other threads' requests to rank 0's training thread, which serves them between two rounds of micro-batches. In a
+colocated run, some request sleep and wake-up: the trainer's state moves to the host's memory and back.
 """
 
 import queue
@@ -32,8 +32,8 @@ class RequestQueue(Generic[Server]):
         """Have the training thread run `action`, and return the result.
 
         Raises:
-            DeadlineExceeded: it didn't end within `seconds`. If it hasn't begun by then, it never will.
-            Unavailable: it failed.
+            DeadlineExceeded: the action didn't end within `seconds`. If it hasn't begun by then, it never will.
+            Unavailable: the action failed.
         """
         answer: Future[T] = Future()
         self._requests.put((action, answer))
@@ -66,9 +66,9 @@ def result_of(answer: "Future[T]", seconds: float) -> T:
     """Wait up to `seconds` for an answer of the training thread.
 
     Raises:
-        DeadlineExceeded: it didn't come.
-        ResourceExhausted: the disk refused what was to be written.
-        Unavailable: it is another error.
+        DeadlineExceeded: no answer came in time.
+        ResourceExhausted: the disk refused a write.
+        Unavailable: the action failed with another error.
     """
     wait([answer], seconds)
     if not answer.done():

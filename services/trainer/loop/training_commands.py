@@ -27,7 +27,7 @@ message(Delivery)
 message(Whitening)
 
 LOADED_TOGETHER = 8
-"""Number of groups in one call to Redis, which holds the answer in memory until it is sent."""
+"""Maximum number of groups in one call to Redis, which holds the answer in memory until it is sent."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class TrainingRank(CommandedRank):
     profiler: StepProfiler
     """Records steps of this rank."""
     groups: dict[str, TrainGroup] = field(default_factory=dict)
-    """Groups of the open step by id: all on rank 0, on other ranks those that their micro-batches need."""
+    """Groups of the open step by id: all on rank 0; on other ranks, the groups that their micro-batches need."""
     shared: set[str] = field(default_factory=set)
     """Groups held by all ranks of this data-parallel index, the same on each of them."""
     prepared: PreparedColumns = field(default_factory=dict)
@@ -57,7 +57,7 @@ class TrainingRank(CommandedRank):
 
         Args:
             needed: ids of groups.
-            deliveries: one of each that isn't shared yet.
+            deliveries: a delivery of each needed group that isn't shared yet.
         """
         deadline = time.monotonic() + self.channel.timeout_seconds / 2
         rest = [one for one in deliveries if one.group_id in needed and one.group_id not in self.shared]
@@ -79,7 +79,7 @@ class TrainingRank(CommandedRank):
     def _load(
         self, deliveries: Sequence[Delivery], names: Sequence[str], deadline: float
     ) -> list[dict[str, Column] | None]:
-        """Load columns from the board, which may be unavailable until `deadline`."""
+        """Load columns from the board; retry until `deadline` while the board is unavailable."""
         while True:
             try:
                 return self.board.load(deliveries, names)
@@ -109,7 +109,7 @@ def train_round(
     Args:
         rank: this rank.
         entry: the round.
-        deliveries: those of its groups.
+        deliveries: deliveries of the round's groups.
         whitening: `StepPlan.whitening`.
         last: whether it is the last round of its update.
     """
@@ -122,7 +122,7 @@ def prepare(rank: TrainingRank, entry: MicroBatchRound, deliveries: Collection[D
     """Compute columns of a round's groups by forward passes, before the step's first update. Pass them to rank 0."""
     rank.load_missing(rank.runner.own_groups(entry), deliveries)
     own = rank.runner.prepare(entry, rank.groups)
-    # One micro-batch at a time: those of a pipeline's schedule may have gigabytes.
+    # Gather one micro-batch at a time: the columns of a whole round may take gigabytes.
     for found in own:
         for columns in rank.channel.gather(found if rank.learner.world.first_of_replica else {}):
             rank.prepared |= columns
@@ -135,18 +135,18 @@ def assemble(
     columns: Mapping[str, Mapping[str, NDArray[Any]]],
     dp_ranks: Mapping[str, frozenset[int]],
 ) -> bool:
-    """Have some of a step's groups, with their prepared columns, on the ranks that train on them.
+    """Bring some of a step's groups, with their prepared columns, to the ranks that train on them.
 
     Once all groups of a step are assembled, no update depends on the board. Repeating it does no harm.
 
     Args:
         rank: this rank.
-        deliveries: those of the groups.
+        deliveries: deliveries of the groups.
         columns: the prepared columns of each group.
         dp_ranks: the data-parallel ranks that train on each group.
 
     Returns:
-        Whether all ranks have their groups; if not, some were closed.
+        True if all ranks have their groups; False if some groups were closed.
     """
     world = rank.learner.world
     needed = {group_id for group_id, ranks in dp_ranks.items() if world.dp_rank in ranks}
@@ -168,13 +168,13 @@ def update(rank: TrainingRank, normalizer: float) -> UpdateStats:
 
 @command
 def keep_weights(rank: TrainingRank) -> None:
-    """Have broadcasts send the weights as they are now until the step ends."""
+    """Until the step ends, have broadcasts send a copy of the current weights."""
     rank.learner.keep_weights()
 
 
 @command
 def end_step(rank: TrainingRank, refreshed: Collection[str] = ()) -> int:
-    """Count a step whose updates are done, and forget its groups. Return the checksum of the new weights.
+    """End a step whose updates are done, and forget its groups. Return the checksum of the new weights.
 
     `refreshed`: `StepPlan.refreshed`.
     """

@@ -1,12 +1,12 @@
 """The trainer's groups from the board, until a step takes them or they are outdated and sent back.
 
-With a critic service, a group's values come from a critic that has seen a certain number of steps. At step s, values of
-a critic that lacks more than roles.critic.max_value_staleness of the steps before s are too old: the group goes back to
+With a critic service, a group's values come from a critic that was trained up to some step. At step s, the values are
+too old if that critic lacks more than roles.critic.max_value_staleness of the steps before s: the group goes back to
 the critic's stage and returns with new values.
 
 With a reference service that adopts the policy's weights, a group was scored with the reference's weights at that time.
-At step s all groups must have been scored with the weights that the reference adopted last before s: others go back to
-it.
+At step s all groups must have been scored with the weights that the reference adopted last before s: other groups go
+back to the reference.
 """
 
 import logging
@@ -52,13 +52,13 @@ class TrainingQueue:
         media: MediaTokens | None = None,
         vocab_sizes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Take groups as `consumer`, and drop those that can't be trained on.
+        """Take groups as `consumer`, and drop groups that can't be trained on.
 
         Args:
             board: the run's board.
             consumer: the replica's id.
             config: the run's configuration.
-            routing: what groups' routed experts must fit, if the run has them.
+            routing: shape that groups' routed experts must fit, if the run has them.
             media: the model's tokens for media, if it takes any.
             vocab_sizes: `Learner.vocab_sizes`.
 
@@ -150,13 +150,13 @@ class TrainingQueue:
     def select(self, step: int, members: Collection[str], reference: str = "") -> Selection:
         """Choose the groups that a step takes now, and decide whether it may then close.
 
-        Groups that are too old for the step are dropped and their prompts retried. Those with values that are too old
-        go back to the critic, those that were scored with other weights to the reference.
+        Groups that are too old for the step are dropped and their prompts retried. Groups with outdated values go back
+        to the critic, groups scored with other weights to the reference.
 
         Args:
             step: the step.
-            members: ids of the groups that it already has.
-            reference: the weights with which a reference service must have scored its groups.
+            members: ids of the groups that the step already has.
+            reference: name of the weights with which a reference service must have scored the step's groups.
         """
         oldest = oldest_allowed(step, self._config.board.max_staleness)
         ready: list[DeliveredGroup] = []
@@ -187,11 +187,11 @@ class TrainingQueue:
         return Selection(chosen, may_close(everyone, due, self._config.trainer.groups_per_step))
 
     def take_redone(self, role: str) -> int:
-        """Return and reset the number of groups that went back to the critic or the reference."""
+        """Return and reset the number of groups that went back to a role: the critic or the reference."""
         return self._redone.pop(role, 0)
 
     def lost(self, members: Collection[str]) -> list[str]:
-        """Return the step's groups that are no longer held, by the board; with them the step can't be committed."""
+        """Return the step's groups that the board no longer counts as held; with any, the step can't be committed."""
         with self._lock:
             deliveries = [taken.delivery for group_id, taken in self._held.items() if group_id in members]
         held = self._board.renew(TRAIN, self._consumer, deliveries)
@@ -217,7 +217,7 @@ class TrainingQueue:
         self._renewer.join(timeout=10.0)
 
     def _outdated(self, taken: DeliveredGroup, step: int, reference: str) -> str:
-        """Return the role that must compute its columns of a group again before a step can use it; "" if none must."""
+        """Return the role that must recompute a group's columns before a step can use the group; "" if none must."""
         limit = self._max_value_staleness
         if limit is not None and taken.critic_step < oldest_allowed(step, limit):
             return CRITIC

@@ -116,7 +116,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         )
         if isinstance(version, DiskRefused):
             raise ResourceExhausted(str(version))
-        # A run ends with it: after its last evaluation, and without another checkpoint.
+        # The run ends with an export, after its last evaluation and without another checkpoint.
         removal = self._controls.requests.ask(
             lambda training: training.checkpoints.remove_replaced(), context.time_remaining()
         )
@@ -218,7 +218,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         ).serve()
 
     def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
-        """Load the model. Return the learner, the broadcast's tensors, and this rank's part in it."""
+        """Load the model. Return the learner, the buckets of a broadcast, and this rank's broadcaster."""
         learner = Learner.of_run(config, self._report_loading if self._thread.number == 0 else None)
         weights = config.weights
         buckets = weight_buckets(learner, weights.bucket_bytes, first_alone=weights.transport == "nccl")

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 IDLE_SECONDS = 0.02
 """Seconds between two checks for requests while the training thread may not train."""
 DISK_BACKOFF = Backoff(first_seconds=0.5, max_seconds=4.0)
-"""Between two tries to write a step file, which may have gigabytes."""
+"""Pauses between attempts to write a step file or weights, which may have gigabytes."""
 
 
 class Training:
@@ -91,7 +91,7 @@ class Training:
         self._sample_files = SampleFiles(rank.run_folder, config.telemetry.all_samples_steps)
         self._weights_checksum = 0
         self._refreshes = REFERENCE_WEIGHTS in rank.board.needs(TRAIN)
-        """True if a reference service takes over weights."""
+        """True if a reference service adopts the policy's weights."""
         self._reference = ""
         """Name of the reference weights for scoring the groups of the next step."""
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
@@ -144,7 +144,7 @@ class Training:
             time.sleep(IDLE_SECONDS)  # idle: there is nothing left to train
 
     def _begin_profile(self, step: int) -> None:
-        """Record the step on all ranks, if that is planned. One that starts over is recorded from its first start."""
+        """Start recording the step on all ranks, if planned. A restarted step is recorded from its first start."""
         if options := self._profiles.begin(step):
             self.rank.run(begin_profile, step, options)
             self._profiled = True
@@ -195,7 +195,7 @@ class Training:
         return selection.may_close
 
     def _starts_over(self, open_step: StepBuilder) -> bool:
-        """Discard the step if some of its groups were closed. Return whether it was. Raises BoardUnavailable."""
+        """Discard the step if some of its groups were closed; then return True. Raises BoardUnavailable."""
         lost = self._intake.lost(open_step.members)
         if lost:
             logger.warning("step %d starts over: groups %s were closed", open_step.number, ", ".join(lost))
@@ -205,10 +205,10 @@ class Training:
         return bool(lost)
 
     def _write(self, open_step: StepBuilder, plan: StepPlan, groups: Sequence[TrainGroup]) -> bool:
-        """Write the step's file; while the disk refuses it, because it is full for instance, wait and repeat.
+        """Write the step's file. While the disk refuses it, for example because it is full, wait and retry.
 
         The other ranks wait for commands meanwhile, and requests are served: the weights are still those before the
-        step. Returns False if the step was discarded during the wait, because groups of it were closed.
+        step. Returns False if the step was discarded during the wait, because some of its groups were closed.
         """
         began = time.monotonic()
         for _ in self._refusals(
@@ -226,8 +226,8 @@ class Training:
         repetition.
 
         Args:
-            attempt: tries. Returns '', or what is wrong.
-            meanwhile: called with what is wrong, again and again during the pause.
+            attempt: tries to write. Returns '' or the problem.
+            meanwhile: called with the problem, repeatedly during the pause.
         """
         failures = 0
         with ExitStack() as waits:
@@ -243,7 +243,7 @@ class Training:
                 yield problem
 
     def _problem_of_writing(self, plan: StepPlan, groups: Sequence[TrainGroup]) -> str:
-        """Try to write the step's file. Return "" or, in readable form, the wait of the step."""
+        """Try to write the step's file. Return "" or a description of the step's wait for the disk."""
         path, columns = step_file_path(self._run_folder, plan.step), {group.group_id: group.columns for group in groups}
         with self.rank.rank0_only(f"writing {path}"):
             try:
@@ -253,15 +253,15 @@ class Training:
         return ""
 
     def _write_reference(self, plan: StepPlan) -> None:
-        """Write the weights that the reference service takes over after the step, if there are any.
+        """Write the weights that the reference service adopts after the step, if it adopts any.
 
-        This is before the commit, so that the ledger names nothing that isn't there.
+        This happens before the commit, so that the ledger names only weights that exist.
         """
         if not (self._refreshes and REFERENCE in plan.refreshed):
             return
         folder = weights_path(self._run_folder, weights_after(plan.to_json()))
 
-        def meanwhile(problem: str) -> None:  # the weights are of no version, so no request is served
+        def meanwhile(problem: str) -> None:  # the weights have no version, so no request is served
             self._report(problem, REPLICA_WAIT_DISK)
             self._abandon_if_draining()
             self.rank.channel.tick()
@@ -274,7 +274,7 @@ class Training:
         )
 
     def _problem_of_export(self, folder: Path) -> str:
-        """Try to write the weights. Return "" or, in readable form, the wait of the step."""
+        """Try to write the weights. Return "" or a description of the step's wait for the disk."""
         self._report(f"writing {folder}")
         refused: object = self.rank.run(export, folder)
         if not isinstance(refused, DiskRefused):
@@ -290,7 +290,7 @@ class Training:
         """Have the groups of the next step scored with the weights in force after a committed step."""
         before, self._reference = self._reference, weights_after(plan.to_json()) if self._refreshes else ""
         if self._reference != before:
-            # A replica may still be reading those before.
+            # A replica may still be reading the previous weights.
             with self.rank.rank0_only("removing old weights of the reference"):
                 try:
                     remove_older(self._run_folder, self._reference, kept=before)
@@ -307,7 +307,7 @@ class Training:
     def _update(self, open_step: StepBuilder, plan: StepPlan) -> list[UpdateStats]:
         """Make the step's updates on all ranks, once no broadcast reads the weights. Return their statistics.
 
-        Several updates may take minutes, so an engine that joins meanwhile gets a copy of the weights before them.
+        Several updates may take minutes, so an engine that joins meanwhile gets a copy of the previous weights.
         """
         updates: list[UpdateStats] = []
         keeps = len(plan.updates) > 1 and not self._config.run.colocate
@@ -340,9 +340,9 @@ class Training:
         return updates
 
     def _abandon_if_draining(self) -> None:
-        """Hand the groups back and wait for this process's end, if requested: updates may take minutes.
+        """If a drain was requested, hand the groups back and wait to be killed: finishing the updates may take minutes.
 
-        The weights are of no version by then, so only broadcasts of those before them are served.
+        The changed weights have no version, so only broadcasts of the previous weights are served.
         """
         if self._controls.draining.is_set():
             self._intake.release_all()
@@ -353,7 +353,7 @@ class Training:
                 time.sleep(IDLE_SECONDS)  # named: `_report` says it
 
     def _begin_change(self, step: int) -> float:
-        """Wait until no broadcast reads the weights, and block them until weights are published. Return seconds."""
+        """Wait until no broadcast reads the weights; refuse broadcasts until `publish`. Return the seconds waited."""
 
         def on_wait() -> None:
             self._report(f"step {step}: waiting for a weight broadcast to end")
@@ -362,7 +362,7 @@ class Training:
         return self._weights.begin_change(f"step {step}", on_wait, TICK_SECONDS)
 
     def _check_skipped_updates(self, open_step: StepBuilder, plan: StepPlan, groups: Sequence[str], cause: str) -> None:
-        """Raise TooManySkippedUpdates if an update of these groups exceeds the limit. The step isn't committed then."""
+        """Raise TooManySkippedUpdates, and drop the step's groups, if skipping an update exceeds the limit."""
         try:
             self._skipped.check(plan.step, groups, cause)
         except TooManySkippedUpdates:
@@ -434,7 +434,7 @@ class Training:
         self._emit(WorkResponse(version=VersionCommitted(weights=weights, trace=trace)))
 
     def _ask_critic(self, step: int, keep: bool) -> None:
-        """Request from a critic service the checkpoint of the same step as one requested here."""
+        """Ask a critic service, if any, for a checkpoint of the step whose checkpoint was requested here."""
         if self._config.roles.critic.placement == "service":
             self._board.ask_critic(term=self._term, step=step, keep=keep)
 
@@ -443,7 +443,7 @@ class Training:
         self._report("looking for a checkpoint")
         done, _ = restore(self.rank, self._config, self._term)
         self.checkpoints.prepare()
-        # Every step has an update, so a row of skipped ones reaches no further back.
+        # Every step has an update, so the skipped updates that count reach no further back.
         step = max(0, done - self._config.trainer.max_skipped_updates - 1)
         for page in self.rank.steps.pages(step):
             for entry in page:
@@ -460,7 +460,7 @@ class Training:
         began = time.monotonic()
         updates, checksum = self.rank.run(replay, entry.step, entry.plan)
         self.checkpoints.after_replay(time.monotonic() - began, step_file_path(self._run_folder, entry.step))
-        self._export_if_due(entry.step)  # the trainer may have died before
+        self._export_if_due(entry.step)  # the trainer may have died before the export
         was, now = entry.metrics.get("grad_norm"), step_metrics(updates, 1)["grad_norm"]
         if was is not None and abs(now - was) > 1e-3 * abs(was):
             logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, now, was)

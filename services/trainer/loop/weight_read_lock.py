@@ -1,4 +1,4 @@
-"""A lock with a time limit, because broadcasts read the weights and the optimizer changes them."""
+"""A lock with a time limit between broadcasts, which read the weights, and the optimizer, which changes them."""
 
 import threading
 import time
@@ -64,11 +64,11 @@ class WeightReadLock:
             return self._hold
 
     def _is_past(self, version: int) -> bool:
-        """Return whether the trainer had this version, and has or makes a newer one."""
+        """Return True if the trainer had this version, and now has or makes a newer one."""
         return self.changing if self._version is None else self._version > version
 
     def release(self, hold: int) -> bool:
-        """End a hold. Returns whether it lasted until now, so that the weights are unchanged."""
+        """End a hold. Return True if it lasted until now, so that the weights are unchanged."""
         with self._condition:
             if hold != self._hold:
                 return False
@@ -92,9 +92,9 @@ class WeightReadLock:
         """Wait for the current hold to end, then refuse holds until `publish`.
 
         Args:
-            reason: what changes the weights, for those that are refused.
+            reason: reason for the change, for the errors of refused holds.
             tick: called about every `tick_seconds` while waiting.
-            tick_seconds: seconds.
+            tick_seconds: interval of `tick`, in seconds.
 
         Returns:
             The seconds waited.
@@ -102,7 +102,7 @@ class WeightReadLock:
         started = time.monotonic()
         with self._condition:
             while (left := self._held_until - time.monotonic()) > 0:
-                self._condition.wait(min(left, tick_seconds))  # named: `on_wait` is told
+                self._condition.wait(min(left, tick_seconds))  # named: `tick` reports the wait
                 tick()
             self._version, self._changed_by = None, reason
             self._hold += 1

@@ -6,4 +6,4 @@ Nothing here depends on a model.
 TICK_SECONDS = 0.5
 """Maximum seconds between two ticks of a waiting rank."""
 ATTEMPT_VARIABLE = "RELAXD_ATTEMPT"
-"""Environment variable with the number of the ranks' start, if they are on several hosts."""
+"""Name of the environment variable that numbers the starts of ranks on several hosts."""

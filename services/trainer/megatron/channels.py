@@ -4,8 +4,8 @@ Rank 0 ticks at least every TICK_SECONDS while it waits for something, so other 
 collective's deadline as a dead or stuck rank 0. During disk I/O rank 0 can't tick: it announces the work first, and
 the other ranks wait as `DiskWork` does.
 
-The ranks of a data-parallel index (tensor, context and pipeline parallel) work on the same groups. If each of them read
-a group, the source would have to send it once per rank.
+Ranks with the same data-parallel rank (tensor, context and pipeline parallel) work on the same groups. One of them
+reads a group and shares it, so that the source sends it only once.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.rank_messages import MessageError, decode, encode, message, parse
 
 TICK = None
-"""Sent in place of a command."""
+"""Sent instead of a command, to show that rank 0 is alive."""
 PIECE_BYTES = 64 * 2**20
 """Maximum bytes of one broadcast, so that a value of gigabytes needs no second copy, and no piece takes long."""
 
@@ -68,7 +68,7 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def _split(data: memoryview, text: int, total: int) -> Any:
-    """Return the message of the first `total` bytes of `data`, of which `text` are its JSON."""
+    """Decode the message in the first `total` bytes of `data`, whose first `text` bytes are its JSON."""
     node, sizes = parse(data[:text])
     if text + sum(sizes) != total:
         raise MessageError(f"a message of {total} bytes has {text + sum(sizes)}")
@@ -98,7 +98,7 @@ class RankChannel:
         return all_ranks_agree(yes, group=self._group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0; nothing elsewhere. All call it together.
+        """Return the values of all ranks on rank 0, [] elsewhere. All call it together.
 
         Raises:
             MessageError: a value can't be sent.
@@ -135,7 +135,10 @@ T = TypeVar("T")
 
 
 class ModelParallelChannel:
-    """All ranks of the world create it together; only their training threads use it."""
+    """Shares values among ranks with the same data-parallel rank; one of them reads.
+
+    All ranks of the world create it together; only their training threads use it.
+    """
 
     def __init__(self, dp_rank: int, timeout_seconds: float) -> None:
         """Join the ranks with the same data-parallel rank. Waiting for another rank fails after `timeout_seconds`."""
@@ -143,16 +146,16 @@ class ModelParallelChannel:
         members = {of: [rank for rank, its in enumerate(dp_ranks) if its == of] for of in sorted(set(dp_ranks))}
         self._source = members[dp_rank][0]
         self.reads = dist.get_rank() == self._source
-        """True on the rank that reads."""
+        """True if this rank reads the values."""
         self._group: dist.ProcessGroup | None = None
-        """None if this rank is alone."""
+        """Ranks with the same data-parallel rank; None if this rank is alone."""
         for of, ranks in members.items():
-            if len(ranks) > 1:  # as many in each: all ranks create the same groups
+            if len(ranks) > 1:  # all have the same length, so that all ranks create the same groups
                 group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
                 self._group = group if of == dp_rank else self._group
 
     def share(self, read: Callable[[], T]) -> T:
-        """Return on all ranks of the group the value of `read` on the reading rank. Collective.
+        """Call `read` on the reading rank, and return its value on all ranks of the group. Collective.
 
         Arrays arrive read-only. If `read` raises, the other ranks raise a RuntimeError that says so.
 
@@ -190,7 +193,7 @@ def _broadcast(parts: Sequence[memoryview], source: int, group: dist.ProcessGrou
 
 
 def _take_broadcast(source: int, group: dist.ProcessGroup) -> Any:
-    """Return the next message of a group's rank `source` to all others."""
+    """Return the next message that rank `source` broadcasts to the group."""
     dist.broadcast(size := torch.zeros(1, dtype=torch.int64), source, group=group)
     text = memoryview(bytearray(int(size)))
     dist.broadcast(_tensor(text), source, group=group)
@@ -231,7 +234,7 @@ def _tensor(part: memoryview) -> torch.Tensor:
 
 
 def _pieces(parts: Sequence[memoryview]) -> Iterator[tuple[memoryview, list[memoryview]]]:
-    """Cut concatenated parts into pieces. Yield a buffer, always the same, and the content of each piece."""
+    """Cut concatenated parts into pieces. For each, yield a reused buffer of its size, and its slices of the parts."""
     room = memoryview(bytearray(min(PIECE_BYTES, sum(part.nbytes for part in parts))))
     slices: list[memoryview] = []
     free = room.nbytes

@@ -45,7 +45,7 @@ _MODULE_REWRITES: dict[str, list[tuple[str, str]]] = {
     ],
     # torch.compile needs a C++ compiler at run time and 1.6 s of imports, without a benefit on CPU.
     "megatron.core.jit": [("jit_fuser = torch.compile", "jit_fuser = noop_decorator")],
-    # It offloads only tensors on a GPU.
+    # Megatron's optimizer offloads only tensors on a GPU.
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": [
         ("for param in params if param.is_cuda]", "for param in params]"),
         ("offload_params_numel < offload_threshold and param.is_cuda:", "offload_params_numel < offload_threshold:"),
@@ -98,7 +98,7 @@ def current_stream(*args: object, **kwargs: object) -> Stream:
 
 
 stream = contextlib.nullcontext
-"""Replaces `torch.cuda.stream`, whose argument it takes."""
+"""Replaces `torch.cuda.stream`, with the same argument."""
 
 
 def _rewrite(name: str, source: str) -> str:

@@ -49,7 +49,7 @@ class DiskWork:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Connect to the other ranks. All ranks create one together.
+        """Connect to the other ranks. All ranks create a `DiskWork` together.
 
         Args:
             store: store shared by all ranks, used for nothing else.
@@ -160,7 +160,7 @@ class DiskWork:
     def _check(self, work: str, pending: dict[int, tuple[float, int | None]]) -> None:
         """Remove finished ranks from `pending` and update the others. Raises DiskWorkFailed, DiskStalled.
 
-        `pending`: of each rank the time of the last change, and the bytes processed; None before the start.
+        `pending`: for each rank the time of its last progress, and its processed bytes, None before its start.
         """
         now = self._clock()
         for other, (since, seen) in list(pending.items()):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def writable(main_grad: Tensor) -> Tensor:
-    """Return Megatron's gradient buffer of a parameter, once it has memory: a sharded one may have none yet.
+    """Return a parameter's gradient buffer, after giving it memory: a sharded buffer may have none yet.
 
     Call it in the backward pass before gradients are added (`services.trainer.megatron.sharded_gradients`).
     """

@@ -1,7 +1,7 @@
 """Messages between ranks, as bytes: JSON, with arrays beside it. Only registered functions are ever called.
 
 A message is made of plain values, arrays, paths, and registered dataclasses and functions, which are sent by name.
-Ranks of one program know the same ones; a name that isn't registered is refused.
+All ranks run the same program and so register the same names; other names are refused.
 """
 
 import json
@@ -19,15 +19,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TYPES: dict[str, type] = {}
 _COMMANDS: dict[str, Callable[..., Any]] = {}
 KIND = "$"
-"""Key of a JSON object that represents a value that JSON lacks."""
+"""Key that marks a JSON object as the encoding of a value that JSON lacks."""
 
 
 class MessageError(ValueError):
-    """A value can't be sent, or bytes are no message."""
+    """A value can't be sent, or received bytes aren't a message."""
 
 
 def message(cls: type[T]) -> type[T]:
-    """Register a dataclass by whose fields instances are sent and reconstructed. Decorator."""
+    """Decorator: register a dataclass, whose instances are sent as their fields and reconstructed from them."""
     if not is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is not a dataclass")
     _TYPES[_name(cls)] = cls
@@ -35,7 +35,7 @@ def message(cls: type[T]) -> type[T]:
 
 
 def command(function: F) -> F:
-    """Register a function, which rank 0 can have other ranks call. Decorator."""
+    """Decorator: register a function, which rank 0 can tell other ranks to call."""
     _COMMANDS[_name(function)] = function
     return function
 
@@ -48,7 +48,7 @@ def encode(value: Any) -> list[memoryview]:
     """Return a message as parts: JSON, then the bytes of each array, which aren't copied if they are contiguous.
 
     Raises:
-        MessageError: a part of the value is of a type that can't be sent; says which.
+        MessageError: a part of the value has a type that can't be sent; the error names the type.
     """
     arrays: list[memoryview] = []
     text = json.dumps(_to_json(value, arrays), separators=(",", ":"))
@@ -65,7 +65,7 @@ def parse(text: memoryview) -> tuple[Any, list[int]]:
 
 
 def decode(node: Any, arrays: Iterable[memoryview]) -> Any:
-    """Return the message of its parsed JSON and its arrays, which stay read-only views. Raises MessageError."""
+    """Return a message's value, given its parsed JSON and its arrays, as read-only views. Raises MessageError."""
     return _from_json(node, iter(arrays))
 
 

@@ -1,13 +1,13 @@
-"""Gradients of which each data-parallel rank keeps only its own shard between micro-batches.
+"""Sharded gradients: between micro-batches, each data-parallel rank keeps only its shard.
 
 ZeRO (arXiv 1910.02054), section 5.2: the second stage, which DeepSpeed calls stage 2, torch's FSDP SHARD_GRAD_OP, and
 Megatron-FSDP optim_grads. Megatron-FSDP isn't used, because it replaces Megatron's buffers and distributed optimizer:
 checkpoints, moments in low precision and worlds on CPU are built on these. Here the buckets, the shards and the
-optimizer stay Megatron's, and only the gradients' memory is another.
+optimizer stay Megatron's; this module only manages the gradients' memory.
 
-A bucket has memory for all of its gradients only within a backward pass: from the first gradient that is added, until
-all of its parameters have theirs and the ranks' sum is scattered. Each rank then adds its shard of the sum to what it
-has of earlier micro-batches, in float32. As in FSDP, memory is freed and allocated by resizing a storage, so that all
+A bucket has memory for all of its gradients only within a backward pass: from the first added gradient until all are
+complete and their sum over ranks is scattered. Each rank then adds its shard of the sum, in float32, to its shard from
+earlier micro-batches. As in FSDP, memory is freed and allocated by resizing a storage, so that all
 views of it stay valid.
 """
 
@@ -25,14 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class WithoutGradientMemory(TorchFunctionMode):
-    """Has Megatron create buffers whose gradients take the memory of one number, for `ShardedGradients`."""
+    """Mode in which Megatron's new gradient buffers take the memory of one number, for `ShardedGradients`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch. A buffer creates zeros for its parameters, then as many for their gradients."""
+        """Run a torch function. Megatron calls `torch.zeros` for a buffer's parameters, then for its gradients."""
         if func is torch.zeros:
             self._calls += 1
             if self._calls % 2 == 0:
@@ -42,7 +42,7 @@ class WithoutGradientMemory(TorchFunctionMode):
 
 
 class ShardedGradients:
-    """The gradients of a model, in place of those in Megatron's buffers.
+    """A model's gradients, which replace the gradients in Megatron's buffers.
 
     Buckets are reduced in a fixed order in each backward pass, so that all ranks call the same collectives even if
     their gradients come in another order or are missing. A parameter gets one gradient in each backward pass, or none
@@ -67,7 +67,7 @@ class ShardedGradients:
                 found.append(GradientBucket(group, starts))
             buffer.grad_data = torch.empty(0, device=buffer.param_data.device)
         places = {parameter: place for place, parameter in enumerate(model.module.parameters())}
-        # A backward pass comes to the first parameters last. Experts have buckets of their own.
+        # A backward pass comes to the first parameters last. Experts have separate buckets.
         self.buckets = sorted(found, key=lambda one: -min(places[parameter] for parameter in one.parameters))
         self._bucket_of = {parameter: index for index, one in enumerate(self.buckets) for parameter in one.parameters}
         self._passes = 0
@@ -75,13 +75,13 @@ class ShardedGradients:
         self._counted: set[Parameter] = set()
         """Parameters that have received their gradient of this pass."""
         self._lacking: list[int] = []
-        """Number of each bucket's parameters that haven't."""
+        """For each bucket, the number of parameters whose gradient of this pass is missing."""
         self._next = 0
-        """The next bucket to be reduced."""
+        """Index of the next bucket to reduce."""
         self._under_way: GradientBucket | None = None
         self._reduced = False
         self.started_early = self.started_late = 0
-        """Number of buckets that were reduced once complete, and of those that a later pass or the end reduced."""
+        """Numbers of buckets reduced as soon as complete, and of buckets reduced by a later pass or `end`."""
         self._begin_pass()
         self.reset()
 
@@ -105,9 +105,9 @@ class ShardedGradients:
         """Count a parameter's gradient of a micro-batch, and reduce complete buckets.
 
         Raises:
-            RuntimeError: it got more of them than there are micro-batches.
+            RuntimeError: the parameter got more gradients than there are micro-batches.
         """
-        if parameter in self._counted:  # something has lacked a gradient in the pass before this one
+        if parameter in self._counted:  # another parameter got no gradient in the previous pass
             self._end_pass()
         if not self._passes:
             raise RuntimeError(
@@ -123,7 +123,7 @@ class ShardedGradients:
             self._end_pass()
 
     def end(self) -> None:
-        """Reduce the rest of the announced passes. Afterwards there are only shards."""
+        """Reduce the remaining buckets of all announced passes. Afterwards only shards are left."""
         while self._passes:
             self._end_pass()
         self._finish()
@@ -177,16 +177,16 @@ class ShardedGradients:
 class GradientBucket:
     """Parameters whose gradients are reduced together.
 
-    Where no other rank has the same parameters, such as experts with a single copy, nothing is reduced: the
-    shard is all of the gradients, which keep their memory.
+    If no other rank has the same parameters (experts with a single copy), nothing is reduced: the shard has all
+    gradients, which keep their memory.
     """
 
     def __init__(self, group: Any, starts: Mapping[Parameter, int]) -> None:
-        """Make the gradients' memory.
+        """Create the gradients and this rank's shard.
 
         Args:
-            group: Megatron's, of one bucket.
-            starts: where its parameters begin in the bucket's buffer.
+            group: Megatron's bucket group, with one bucket.
+            starts: first element of each parameter in the bucket's buffer.
         """
         (bucket,) = group.buckets
         self._group = group
@@ -201,7 +201,7 @@ class GradientBucket:
         """All gradients, float32; without memory between backward passes."""
         share, self._divided = count // ranks, ranks > 1
         self.shard = torch.zeros(share, dtype=torch.float32, device=device) if self._divided else self.whole
-        """This rank's, summed over ranks and micro-batches."""
+        """This rank's shard of the gradients, float32, summed over ranks and micro-batches."""
         bucket.grad_data = self.whole
         self._own = self.whole[rank * share : (rank + 1) * share]
         self._views = {}
@@ -225,9 +225,9 @@ class GradientBucket:
             self.whole.zero_()
 
     def start(self) -> None:
-        """Start to add up the ranks' gradients of a pass."""
+        """Start summing a pass's gradients over ranks."""
         if self._divided:
-            self.provide()  # there may be none
+            self.provide()  # without any gradient there is no memory yet
             self._group.start_grad_sync()
             self._finished = False
 
@@ -258,7 +258,7 @@ class GradientBucket:
 def use_shards(optimizer: Any) -> Callable[[], None]:
     """Return a hook that feeds ready gradients to one of Megatron's distributed optimizers.
 
-    Megatron's own takes them out of whole gradients (`_copy_model_grads_to_main_grads`).
+    It replaces Megatron's method that reads whole gradients (`_copy_model_grads_to_main_grads`).
     """
 
     def give() -> None:

@@ -87,7 +87,7 @@ class World:
     gather_in_training: GatherGroups
     """Groups of the same ranks, for gathering weights in the training thread."""
     disk: DiskWork
-    """Disk work that is shared with the other ranks."""
+    """Coordinates disk work with the other ranks."""
 
     def stage_layers(self, layers: int) -> list[list[int]]:
         """Return each stage's layers of a model with `layers` layers, chunk after chunk."""
@@ -111,7 +111,7 @@ class World:
 
     @property
     def first_of_replica(self) -> bool:
-        """True if this rank is the first of those with its data-parallel rank, which get the same results of a pass."""
+        """True on the first of the ranks with one data-parallel rank, all of which get the same results of a pass."""
         return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
 
@@ -194,7 +194,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
 def _rendezvous_store(rank: int, seconds: float) -> dist.Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 hosts it, on that address only, unless torchrun does.
 
-    Where ranks are on several hosts, a rank that is left over from an earlier start has other keys.
+    With ranks on several hosts, keys depend on the start's number: ranks left from an earlier start use other keys.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -238,7 +238,7 @@ def _gather_groups(timeout: timedelta) -> GatherGroups:
 
 
 def _training_groups(gather: GatherGroups) -> GatherGroups:
-    """Return the gathering ranks' groups that belong to the training thread."""
+    """Return `gather` with the training thread's groups of the same ranks."""
     return replace(
         gather,
         dense=None if gather.dense is None else parallel_state.get_tensor_model_parallel_group(),

@@ -1,5 +1,8 @@
-"""The trainer's view of a model: its sizes and switches, independent of Hugging Face's names for them, and its rotary
+"""The trainer's description of a model: sizes and switches, independent of Hugging Face's names for them, and rotary
 position embedding (RoFormer, arXiv 2104.09864) with the scalings to longer contexts, as in transformers.
+
+A family of models is one file in services/trainer/model/architectures, named after its `model_type`, which reads the
+family's config.json into an `Architecture`. To add a family, add such a file; docs/models.md says how.
 """
 
 import math
@@ -15,11 +18,11 @@ from services.trainer.transformer.attention.heads import Rotary
 
 
 class ModelError(InvalidArgument):
-    """The trainer can't use a model, at any start."""
+    """The trainer can't use this model; a restart doesn't help."""
 
 
 class ModelFileError(FailedPrecondition):
-    """A file of a model folder is missing or unreadable at the moment, for instance on an unreachable file system."""
+    """A model folder's file is missing or can't be read now, for instance because the file system is unreachable."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,10 @@ class Rope:
     parameters: dict[str, Any] = field(default_factory=dict)
     """The scaling's parameters, under transformers' names."""
     share: float = 1.0
-    """Share of a head, its beginning, that is rotated (`partial_rotary_factor`)."""
+    """Share of each head's width, from its beginning, that is rotated (`partial_rotary_factor`)."""
     sections: tuple[int, ...] = ()
-    """Frequencies for time, row and column in M-RoPE (Qwen2-VL, arXiv 2409.12191), interleaved as in Qwen3-VL; none:
-    positions have one axis."""
+    """Numbers of frequencies for time, row and column in M-RoPE (Qwen2-VL, arXiv 2409.12191), interleaved as in
+    Qwen3-VL; empty: positions have one axis."""
 
     def rotated(self, head_size: int) -> int:
         """Return the width of the rotated part of a head."""
@@ -126,7 +129,7 @@ def _yarn(rope: Rope, size: int) -> Rotary:
     factor, trained = given["factor"], given["original_max_position_embeddings"]
 
     def dimension(rotations: float) -> float:
-        """Return the dimension that makes `rotations` rotations over the context of the training."""
+        """Return the dimension whose angle makes `rotations` full turns over the original context length."""
         return size * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(given.get("beta_fast") or 32), dimension(given.get("beta_slow") or 1)
@@ -156,7 +159,7 @@ SCALINGS: dict[str, Callable[[Rope, int], Rotary]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""Scalings by transformers' names."""
+"""Functions that compute the rotary embedding for a rotated width, by the scaling's name in transformers."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class ExpertArchitecture:
     count: int
     """Experts per layer."""
     per_token: int
-    """Number of experts per token."""
+    """Number of experts that each token is routed to."""
     ffn_size: int
     """Inner width of one expert."""
     normalize: bool
@@ -176,21 +179,21 @@ class ExpertArchitecture:
 
 
 VISUAL, AUDIO_TOWER = "visual", "audio_tower"
-"""Names of towers, which are those of Hugging Face's modules."""
+"""Names of the towers for images and videos, and for sounds, as in Hugging Face's modules."""
 
 
 @dataclass(frozen=True)
 class TowerArchitecture:
-    """A tower, which converts media to rows as wide as the decoder's: transformers' module."""
+    """A tower: transformers' module that converts media to rows as wide as the decoder's hidden states."""
 
     name: str
     """VISUAL or AUDIO_TOWER."""
     prefix: str
-    """Beginning of the names of its tensors in Hugging Face's files."""
+    """Prefix of its tensors' names in Hugging Face's files."""
     source: str
     """Name of its class in transformers."""
     config: str
-    """Section of the tower in config.json, as JSON."""
+    """The tower's section of config.json, as JSON text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,17 +203,17 @@ class Architecture:
     model_type: str
     """Hugging Face's name of the family."""
     vocab_size: int
-    """Rows of the embedding."""
+    """Number of rows of the embedding."""
     hidden_size: int
     """Width of the residual stream."""
     ffn_size: int
     """Inner width of a dense MLP."""
     layers: int
-    """Transformer layers."""
+    """Number of transformer layers."""
     heads: int
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int
-    """Key and value heads."""
+    """Number of key-value heads."""
     head_size: int
     """Width of a head."""
     norm_epsilon: float
@@ -232,12 +235,12 @@ class Architecture:
     window: int | None = None
     """Number of tokens that a token of a `windowed` layer attends to, itself included; None without such layers."""
     windowed: tuple[bool, ...] = ()
-    """True if each layer's attention is limited to `window`; empty if `window` is None."""
+    """For each layer, True if its attention is limited to `window`; empty if `window` is None."""
     output_gate: bool = False
     """True if attention's output is multiplied by the sigmoid of a gate."""
     zero_centred_norms: bool = False
     """True if norms multiply by 1 + weight."""
     delta_net: DeltaNetSizes | None = None
-    """Gated delta nets in place of attention in some layers; None: all layers have attention."""
+    """Sizes of the gated delta nets that replace attention in some layers; None: all layers have attention."""
     towers: tuple[TowerArchitecture, ...] = ()
-    """Towers; none of a model of text."""
+    """Towers for media; empty for a text model."""

@@ -13,23 +13,23 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of Hugging Face."""
+    """A family of models: one `model_type` of Hugging Face."""
 
     read: Callable[[Config], Architecture]
-    """Read a config.json, mostly by `decoder`. Raises ModelError, or KeyError for a field that is missing."""
+    """Function that reads a config.json, mostly with `decoder`. Raises ModelError, or KeyError for a missing field."""
     rules: Callable[[Architecture, int], tuple[Rule, ...]] = layer_rules
-    """Function that returns the rules of a layer, numbered over the whole model from 0, without its routed experts'
-    rules."""
+    """Function that returns a layer's tensor rules, except those of its routed experts. Layers are numbered from 0 over
+    the whole model."""
     expert_rules: tuple[Rule, ...] = EXPERT
-    """Rules of a routed expert."""
+    """Tensor rules of one routed expert."""
     prefix: str = "model."
-    """Beginning of the names of the decoder's tensors in Hugging Face's files."""
+    """Prefix of the decoder's tensor names in Hugging Face's files."""
     outer: str = ""
-    """Beginning of the name of the output layer."""
+    """Prefix of the output layer's name."""
 
 
 def decoder(config: Config, *, partial_rotary: bool = False, **switches: Any) -> Architecture:
-    """Read what all families have in common.
+    """Read the fields that all families have in common.
 
     Args:
         config: the config.json. Where a family's defaults differ from Llama's, pass `{"name": default, **config}`.

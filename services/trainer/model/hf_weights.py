@@ -32,14 +32,14 @@ from services.trainer.model.parameter_entries import ALONE, HFTensor, ParameterE
 from services.trainer.model.tensor_rules import Replicated, views_of
 
 MAX_FILE_BYTES = 4 << 30
-"""Size at which a written safetensors file is closed."""
+"""Size, in bytes, from which a written safetensors file gets no more tensors, except a layer's further experts."""
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", ".onnx")
 
 
 @dataclass(frozen=True)
 class HFTensorSpec(TensorSpec):
-    """An exported tensor, as it is on the wire."""
+    """An exported tensor, as broadcasts send it."""
 
     stage: int
     """Pipeline stage of its source rank."""
@@ -73,7 +73,7 @@ class HFFolder:
             raise ModelFileError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
 
     def read(self, wanted: HFTensor) -> Tensor:
-        """Read one tensor, or its part of a stack, in which parts may also be transposed.
+        """Read one tensor, or one part of a stacked tensor, whose parts may be stored transposed.
 
         Raises:
             ModelError: the tensor is missing, or it has another shape.
@@ -101,7 +101,7 @@ class HFFolder:
 
 
 ROUNDING = "rounding"
-"""Attribute of a bfloat16 parameter: its difference from the float32 weight that was read, bfloat16 of its shape."""
+"""Attribute of a bfloat16 parameter with its rounding error: the float32 weight minus the parameter, in bfloat16."""
 
 
 @torch.no_grad()
@@ -121,11 +121,11 @@ def load_hf(
         folder: the folder.
         shape: the model's architecture.
         world: this rank's place in the world.
-        without: ends of the names of parameters that the folder and the model don't both have; they stay as they are.
-        keep_rounding: give bfloat16 parameters that are read from float32 an attribute ROUNDING, for the optimizer.
+        without: suffixes of parameter names to skip, which only the folder or only the model has.
+        keep_rounding: set the attribute ROUNDING, for the optimizer, on bfloat16 parameters read from float32 weights.
 
     Raises:
-        ModelError: the folder doesn't have the architecture's tensors, or an output layer that config.json denies.
+        ModelError: the folder lacks tensors of the architecture, or its output layer contradicts config.json.
         ModelFileError: a file can't be read.
         DiskWorkFailed, DiskStalled: another rank failed to load its part.
     """
@@ -163,8 +163,8 @@ class ExportedParameter:
         self.entry = entry
         self.parameter = parameter
         self._views: list[tuple[HFTensor, Tensor]] = []
-        """Views of the parameter as its tensors, possibly reshaped. Created once, because for each broadcast the host
-        would need longer than the GPU for sending them."""
+        """The parameter's tensors, as views of it. Created once: creating them for each broadcast takes the host longer
+        than the GPU needs to send them."""
 
     @property
     def part(self) -> Tensor:
@@ -172,7 +172,7 @@ class ExportedParameter:
         return self.entry.of(self.parameter.detach())
 
     def tensors(self, shards: Sequence[Tensor], number: int, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
-        """Return the tensors of an expert-parallel rank, by its number, from all their shards."""
+        """Return the tensors of expert-parallel rank `number`, merged from all their shards."""
         parts = self.entry.parts[number]
         merged = self.entry.layout.merge(shards, [part.shape for part in parts], shape)
         return list(zip(parts, merged, strict=True))
@@ -205,9 +205,9 @@ def gather_hf_tensors(
     """Gather this stage's tensors, one at a time, on its source rank.
 
     All ranks of the first data-parallel replica call it together; other ranks do nothing. Only source ranks yield
-    tensors. It uses only the given groups: `world.gather_in_training` in the training thread, `world.gather` in a
-    thread beside it, while the weights don't change. A yielded tensor may be a view of the parameter: don't modify it.
-    On a GPU everything is enqueued on the current stream, without synchronizing.
+    tensors. Pass `world.gather_in_training` as `groups` in the training thread, `world.gather` in a thread beside it
+    while the weights don't change. A yielded tensor may be a view of the parameter: don't modify it. On a GPU
+    everything is enqueued on the current stream, without synchronizing.
 
     Yields:
         (Hugging Face name, full tensor) in the order of `hf_tensor_specs`, on the source rank.
@@ -267,7 +267,7 @@ def save_hf(
         chat_template: the run's template, if it isn't the original's.
 
     Raises:
-        DiskRefused: on all ranks, if one can't write its part. Nothing of it is left, and an existing folder stays.
+        DiskRefused: a rank can't write its part; raised on all ranks. No partial files are left; an old folder stays.
         DiskWorkFailed, DiskStalled: another rank is gone, or stuck.
     """
     partial = folder.with_name(folder.name + ".partial")
@@ -352,7 +352,7 @@ def copy_small_files(original: Path, folder: Path, dtype: torch.dtype, chat_temp
     config = json.loads((original / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if "enable_audio_output" in config:  # of Qwen3-Omni the thinker alone is written
+    if "enable_audio_output" in config:  # of Qwen3-Omni only the thinker is written
         config["enable_audio_output"] = False
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if chat_template is not None:  # for all prompts, also those with tools
@@ -365,10 +365,10 @@ class KeptWeights:
     """Copies of the parameters that this rank gathers or sends. Their memory is allocated once, pinned for a GPU."""
 
     def __init__(self, exported: Sequence[ExportedParameter], world: World) -> None:
-        """`exported` are the parameters that may change."""
+        """Allocate the copies. `exported`: the parameters that may change."""
         self._device = world.device
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """Each parameter with its copy, by the parameter's id: experts of a layer share one."""
+        """(parameter, copy) by the parameter's id. Experts of a layer share a parameter."""
         self.exported: list[ExportedParameter] = []
         """The copies, for `gather_hf_tensors`."""
         for one in exported:
@@ -381,7 +381,7 @@ class KeptWeights:
             self.exported.append(_KeptParameter(one.entry, self._copies[id(source)][1], self._device))
 
     def copy(self) -> None:
-        """Copy the weights as they are now, and wait until they are copied."""
+        """Copy the current weights, and wait until they are copied."""
         for source, copy in self._copies.values():
             copy.copy_(source.detach(), non_blocking=True)
         if self._device.type == "cuda":
@@ -389,7 +389,7 @@ class KeptWeights:
 
 
 class _KeptParameter(ExportedParameter):
-    """A copied parameter, or an expert's part of it, which goes to the device when it is sent."""
+    """A parameter's copy on the host, or an expert's part of it; moved to the device when sent."""
 
     def __init__(self, entry: ParameterEntry, copy: Tensor, device: torch.device) -> None:
         super().__init__(entry, copy)

@@ -54,11 +54,11 @@ class PolicyConfig(TransformerConfig):
     """Megatron's configuration, with the settings of our layers."""
 
     selective_layers: int = 0
-    """Number of layers, the first of each pipeline stage, that recompute most of their tensors in the backward pass."""
+    """Number of each pipeline stage's first layers that recompute most of their tensors in the backward pass."""
     attention_output_bias: bool = False
     """True if attention's output projection has a bias."""
     delta_net: DeltaNetSizes | None = None
-    """Gated delta nets in place of attention in some layers."""
+    """Sizes of the gated delta nets that replace attention in some layers; None: there are none."""
 
 
 class PackedLayer(TransformerLayer):
@@ -129,7 +129,7 @@ class RMSNorm(torch.nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """The factors after the normalisation, [hidden_size]: in float32, if rounding would change them."""
+        """Factors of the normalised values, [hidden_size]; 1 + weight is at least float32, so that it isn't rounded."""
         if not self._zero_centred:
             return self.weight
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
@@ -139,7 +139,7 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.scale, self.eps)
 
     def of_sum(self, x: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the new residual x + addend (x without addend) and its norm.
+        """Return the new residual x + addend (x without addend), and the normalised residual.
 
         Fused kernels need one pass over memory forward and one backward, which includes the residual's gradient.
         """
@@ -172,17 +172,17 @@ class _NormOfSum(torch.autograd.Function):
 class PackedSelfAttention(SelfAttention):
     """Megatron's self-attention (projections and tensor parallelism) on packed sequences.
 
-    Under context parallelism this rank's input is a slice of the tokens. It attends with some of the heads from all
-    tokens, or from those of its neighbours (`context_parallel`).
+    Under context parallelism this rank's input is a slice of the tokens. It computes attention for some of the heads,
+    with the queries of all tokens or of its neighbours' tokens (`context_parallel`).
     """
 
     def forward(self, hidden_states: Tensor, rotary: Tensor, layout: SequenceLayout, recompute: Recompute) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism), T being this
                 rank's slice under context parallelism.
-            rotary: `rotary_table` of the tokens from which this rank attends.
+            rotary: `rotary_table` of the tokens whose queries this rank has in attention.
             layout: the sequences of all tokens.
             recompute: the layer's recomputation context.
 

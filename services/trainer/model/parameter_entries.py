@@ -67,10 +67,10 @@ class ParameterEntry:
     parts: tuple[tuple[HFTensor, ...], ...]
     """Tensors of the parameter: one tuple, or for an expert one tuple per expert-parallel rank."""
     index: int | None
-    """Number of the expert on its rank, None for a whole parameter. On each expert-parallel rank the number is that of
-    another expert."""
+    """Index of the expert on its rank; None: the entry is the whole parameter. The same index means another expert on
+    each expert-parallel rank."""
     exported: bool
-    """True if its tensors are exported by this entry."""
+    """True if this entry exports its tensors; False if another entry does."""
 
     @property
     def expert(self) -> bool:
@@ -104,7 +104,7 @@ def entries(shape: Architecture, stage: int = 0, layout: Layout = ALONE) -> Iter
 def _chunk_entries(
     shape: Architecture, layers: Sequence[int], ep_size: int, *, first: bool, last: bool
 ) -> Iterator[ParameterEntry]:
-    """Yield the entries of some layers, which may be the model's first or last ones."""
+    """Yield the entries of a chunk's layers; `first` and `last`: whether the chunk is the model's first or last."""
     family = FAMILIES[shape.model_type]
     if first:
         for tower in shape.towers:
@@ -181,19 +181,19 @@ def _delta_sizes(shape: Architecture) -> dict[str, int]:
 
 
 def _named(name: str, family: Family) -> str:
-    """Return a rule's name of a tensor with the family's prefix."""
+    """Return a rule's tensor name with the family's prefix."""
     rest = name.removeprefix("model.")
     return f"{family.outer}{name}" if rest == name else family.prefix + rest
 
 
 def freeze(model: torch.nn.Module, shape: Architecture, world: World, config: TrainerConfig) -> None:
-    """Exclude the parameters from training that the settings exclude. Call it before `DataParallel`.
+    """Freeze the parameters that the settings exclude from training. Call it before `DataParallel`.
 
-    All ranks look at the whole model, so that they raise the same error.
+    Each rank checks the whole model, so that all ranks raise the same error.
 
     Raises:
-        ModelError: a pattern is found in no name, tensors in one parameter differ, or a pipeline stage has nothing to
-            train.
+        ModelError: a pattern matches no name, a parameter has both trained and frozen tensors, or a pipeline stage has
+            nothing to train.
     """
     setting = "train_only" if config.train_only else "freeze"
     patterns = [pattern for pattern in config.train_only or config.freeze if pattern not in PARTS]

@@ -35,7 +35,7 @@ from services.trainer.transformer.mlp.router import Router
 
 
 def check_divisible(folder: Path, config: TrainerConfig) -> None:
-    """Check the parallel sizes of a model folder. Raises ModelError: one doesn't divide the model."""
+    """Check that the parallel sizes divide a folder's model. Raises ModelError: one doesn't."""
     if wrong := problem(Layout.of_trainer(config), read_shape(folder)):
         raise ModelError(wrong)
 
@@ -44,7 +44,7 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
     """Return Megatron's configuration for a model.
 
     Raises:
-        ModelError: the model has no experts whose routing could be replayed.
+        ModelError: trainer.routing_replay is set, but the model has no experts.
     """
     if config.routing_replay != "none" and shape.experts is None:
         raise ModelError(
@@ -107,8 +107,8 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
         pipeline_model_parallel_size=config.pipeline_parallel,
         pipeline_model_parallel_layout=_megatron_layout(stages) if config.pipeline_layers else None,
         virtual_pipeline_model_parallel_size=config.pipeline_chunks if config.pipeline_chunks > 1 else None,
-        # With chunks a pipeline is a ring. Of two stages each is before and after the other: in one batch of Megatron's
-        # the other's hidden states and gradients would be mixed up. One by one they come in order.
+        # With chunks a pipeline is a ring, so each of two stages precedes and follows the other. A batched exchange
+        # would mix up hidden states and gradients; separate exchanges keep their order.
         overlap_p2p_comm=config.pipeline_chunks > 1,
         batch_p2p_comm=config.pipeline_chunks == 1,
         context_parallel_size=config.context_parallel,
@@ -147,7 +147,7 @@ class PolicyModel(GPTModel):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.towers: torch.nn.ModuleDict | None = None
-        """Towers in the first part of a model for media."""
+        """Towers for media, in the model's first chunk; None elsewhere and in text models."""
         self.tower_outputs = TowerOutputs(KEPT_BYTES, on_host=True)
         """Cached outputs of frozen towers."""
 
@@ -158,7 +158,7 @@ class PolicyModel(GPTModel):
 
         Args:
             tokens: int64 [1, T], this rank's slice under context parallelism.
-            rotary: `rotary_table` of the tokens from which this rank attends.
+            rotary: `rotary_table` of the tokens whose queries this rank has in attention.
             layout: the sequences.
             media: the media, if there are any; used by the first stage.
 
@@ -171,7 +171,7 @@ class PolicyModel(GPTModel):
             hidden = hidden.index_copy(0, media.places, rows.unsqueeze(1).to(hidden.dtype))
             layout = replace(layout, deepstack=deepstack)
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
-            # Recomputed layers have gradients only if their input has one, which a frozen embedding's has not.
+            # Recomputed layers get gradients only if their input requires one; a frozen embedding's output doesn't.
             hidden = hidden.detach().requires_grad_()
         with nullcontext() if self._offload is None else self._offload.saving([*self.parameters(), rotary]):
             return self.decoder(
@@ -208,7 +208,7 @@ class InterleavedModel(MegatronModule):
         return [cast(PolicyModel, chunk) for chunk in self.chunks]
 
     def shared_embedding_or_output_weight(self) -> Tensor:
-        """Return the tied embedding, of which the first stage and the last one have a copy."""
+        """Return this stage's copy of the tied embedding; only the first and the last stage have one."""
         weight: Tensor = self.parts[0 if self.pre_process else -1].shared_embedding_or_output_weight()
         return weight
 
@@ -219,7 +219,7 @@ class InterleavedModel(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return Megatron's description of each chunk, with the names of the parts in the whole model."""
+        """Return Megatron's sharded state of each chunk, by the chunk's number, under names in the whole model."""
         return {str(i): x.sharded_state_dict(prefix, sharded_offsets, metadata) for i, x in enumerate(self.parts)}
 
 
@@ -258,7 +258,7 @@ def build_model(
 
 
 def _chunks(config: PolicyConfig, world: World) -> list[tuple[int | None, PolicyConfig]]:
-    """Return the stage's chunks and their configurations: the stage's first `recompute_num_layers` are recomputed."""
+    """Return (chunk, configuration) pairs, with `recompute_num_layers` divided among the stage's first chunks."""
     if world.layout.pipeline_chunks == 1:
         return [(None, config)]
     found: list[tuple[int | None, PolicyConfig]] = []
@@ -296,11 +296,11 @@ def _keep(tensor: Tensor) -> Tensor:
 
 
 VALUE_HEAD = "value_head.weight"
-"""Name of the head's parameter on the last pipeline stage: [1, hidden]. All tensor-parallel ranks have the whole."""
+"""Name of the head's parameter on the last pipeline stage: [1, hidden]. Each tensor-parallel rank has all of it."""
 
 
 class CriticModel(PolicyModel):
-    """One pipeline stage, or chunk, of the critic. On the last one, a head of zeros replaces the output layer."""
+    """One pipeline stage, or chunk, of the critic. On the last one, a value head of zeros replaces the output layer."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "share_embeddings_and_output_weights": False})

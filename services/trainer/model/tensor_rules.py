@@ -1,5 +1,5 @@
-"""Rules of tensors: which Hugging Face tensors make up a Megatron parameter, and how to fuse and shard them, and
-back."""
+"""Tensor rules: which Hugging Face tensors make up a Megatron parameter, how to fuse and shard them, and how to restore
+them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class ParameterLayout(Protocol):
 
 
 class Replicated:
-    """Every rank has the whole of the single part."""
+    """Layout of a parameter with one part, which every rank has whole."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
@@ -38,7 +38,7 @@ class Replicated:
 
 
 class ShardedColumns:
-    """Ranks have blocks of the single part's columns (Megatron's row-parallel linear layers)."""
+    """Layout of a parameter with one part: each rank has a block of columns (Megatron's row-parallel linear layers)."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
@@ -52,9 +52,9 @@ class ShardedColumns:
 
 
 class ShardedRows:
-    """Ranks have blocks of each part's rows, concatenated (column-parallel linear layers, gate and up, embeddings).
+    """Layout in which each rank has a block of every part's rows (column-parallel layers, gate and up, embeddings).
 
-    If ranks don't divide the rows (of a vocabulary), the last ones are padded with zeros.
+    If the number of ranks doesn't divide the rows (of a vocabulary), zeros pad the last ranks' blocks.
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ class ShardedRows:
 
 
 class QueryKeyValue:
-    """Ranks have whole key-value heads, each preceded by its query heads: q q q k v, q q q k v ..."""
+    """Layout in which each rank has whole key-value heads, each after its query heads: q q q k v, q q q k v ..."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
@@ -145,7 +145,7 @@ class Rule:
     exported: bool = True
     """True if this rule exports the tensor; False if another rule does."""
     stacked: bool = False
-    """True for an expert whose tensors are slices, at its number, of stacked tensors of all the layer's experts."""
+    """True if an expert's tensors are slices, at the expert's number, of tensors that stack a layer's experts."""
 
 
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
@@ -158,14 +158,14 @@ LAST = (Rule("decoder.final_layernorm.weight", Replicated, (("model.norm.weight"
 """Rules of the last stage."""
 
 LAST_UNTIED = (Rule("output_layer.weight", ShardedRows, (("lm_head.weight", "vocab hidden"),)),)
-"""The output layer, on the last stage."""
+"""Rules of an untied output layer, on the last stage."""
 
 LAST_TIED = (Rule("output_layer.weight", ShardedRows, (_EMBEDDING,), exported=False),)
-"""The last stage's copy of a tied embedding, unless it is also the first stage."""
+"""Rules of the last stage's copy of a tied embedding; unused if the last stage is also the first."""
 
 
 def layer_rule(megatron: str, layout: type[ParameterLayout], parts: Mapping[str, str]) -> Rule:
-    """Return a rule of a layer: names are those within the layer."""
+    """Return a rule of a layer; `megatron` and the keys of `parts` are names within the layer."""
     named = tuple((f"{HF_LAYER}.{name}", sizes) for name, sizes in parts.items())
     return Rule(f"{LAYER}.{megatron}", layout, named)
 
@@ -174,7 +174,7 @@ NORMS = (
     layer_rule("input_layernorm.weight", Replicated, {"input_layernorm.weight": "hidden"}),
     layer_rule("pre_mlp_layernorm.weight", Replicated, {"post_attention_layernorm.weight": "hidden"}),
 )
-"""The norms before attention and MLP."""
+"""Rules of the norms before attention and MLP."""
 
 
 def _qkv(queries: str) -> Rule:
@@ -184,23 +184,23 @@ def _qkv(queries: str) -> Rule:
 
 
 QKV = _qkv("query")
-"""Queries, keys and values."""
+"""Rule of the projection to queries, keys and values."""
 GATED_QKV = _qkv("query+query")
-"""Queries, keys and values, each query head followed by its output gate."""
+"""Rule of the projection to queries, keys and values, with an output gate after each query head."""
 QK_NORM = tuple(
     layer_rule(f"self_attention.{x}_layernorm.weight", Replicated, {f"self_attn.{x}_norm.weight": "head"}) for x in "qk"
 )
-"""Norms of queries and keys."""
+"""Rules of the norms of queries and keys."""
 QKV_BIAS = layer_rule(
     "self_attention.linear_qkv.bias",
     QueryKeyValueBias,
     {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"},
 )
-"""Biases of queries, keys and values."""
+"""Rule of the biases of queries, keys and values."""
 OUTPUT = layer_rule("self_attention.linear_proj.weight", ShardedColumns, {"self_attn.o_proj.weight": "hidden query"})
-"""Attention's output projection."""
+"""Rule of attention's output projection."""
 OUTPUT_BIAS = layer_rule("self_attention.linear_proj.bias", Replicated, {"self_attn.o_proj.bias": "hidden"})
-"""The bias of attention's output."""
+"""Rule of the bias of attention's output projection."""
 
 
 def _gate_up(megatron: str, mlp: str, width: str) -> Rule:
@@ -209,18 +209,18 @@ def _gate_up(megatron: str, mlp: str, width: str) -> Rule:
 
 
 GATE_UP = _gate_up("mlp.linear_fc1.weight", "mlp", "ffn")
-"""The first product of a dense layer's MLP."""
+"""Rule of a dense MLP's first matrix: gate, up."""
 DOWN = layer_rule("mlp.linear_fc2.weight", ShardedColumns, {"mlp.down_proj.weight": "hidden ffn"})
-"""The second product."""
+"""Rule of a dense MLP's second matrix."""
 ROUTER = layer_rule("mlp.router.weight", Replicated, {"mlp.gate.weight": "experts hidden"})
-"""The router."""
+"""Rule of the router."""
 EXPERT = (
     _gate_up("mlp.experts.linear_fc1", "mlp.experts.{expert}", "expert_ffn"),
     layer_rule(
         "mlp.experts.linear_fc2", ShardedColumns, {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"}
     ),
 )
-"""One expert: its part of the parameters of all the rank's experts."""
+"""Rules of one expert, which is a part of the parameters of all the rank's experts."""
 SHARED_EXPERT = (
     _gate_up("mlp.shared_expert.linear_fc1.weight", "mlp.shared_expert", "shared_ffn"),
     layer_rule(
@@ -230,15 +230,15 @@ SHARED_EXPERT = (
     ),
     layer_rule("mlp.shared_expert_gate.weight", Replicated, {"mlp.shared_expert_gate.weight": "one hidden"}),
 )
-"""The shared expert and its gate."""
+"""Rules of the shared expert and its gate."""
 
 
 def stacked_expert(
     gate_up: tuple[type[ParameterLayout], str], *, down: tuple[type[ParameterLayout], str]
 ) -> tuple[Rule, ...]:
-    """Return the rules of one expert in files that have all experts of a layer in one tensor.
+    """Return the rules of one expert, for files that stack all experts of a layer in one tensor.
 
-    `gate_up` and `down` are layout and shape of one expert's part of each of the two tensors.
+    `gate_up` and `down`: layout and shape of one expert's part of each tensor.
     """
     products = {"linear_fc1": ("gate_up_proj", *gate_up), "linear_fc2": ("down_proj", *down)}
     return tuple(

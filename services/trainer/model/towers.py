@@ -1,12 +1,11 @@
-"""Towers: transformers' modules, whole on each rank of the first pipeline stage, and their part in a pass.
+"""Towers: transformers' modules for media, whole on each rank of the first pipeline stage, and their part in a pass.
 
-Each rank puts the rows that fall into its own slice of the tokens in place of the embeddings of tokens of media, and
-adds DeepStack's after the first layers, so that nothing has to be sent. The rows of a frozen tower are kept by item
-(`TowerOutputs`).
+Each rank replaces the embeddings of the media tokens in its slice by the towers' rows, and adds DeepStack's rows after
+the first layers, so that ranks send nothing. The rows of a frozen tower are cached by item (`TowerOutputs`).
 
-A tower that is trained runs once for the items of a micro-batch, and has a separate graph, which is cut from the
-decoder's: recomputed layers have several backward passes, and a graph that they shared would be freed by the first of
-these. The decoder's gradients of the tower's output accumulate in leaf tensors and pass through the tower once.
+A trained tower runs once for the items of a micro-batch. Its graph is cut from the decoder's: recomputed layers have
+several backward passes, the first of which would free a shared graph. The decoder's gradients of the tower's output
+accumulate in leaf tensors and pass through the tower once.
 """
 
 import json
@@ -30,11 +29,11 @@ from services.trainer.model.architecture import AUDIO_TOWER, VISUAL, ModelError,
 from services.trainer.transformer.attention.sequence_layout import DeepStack
 
 TOWERS = "towers"
-"""Name of the towers within the model's first stage."""
+"""Name of the towers' module in the model's first stage."""
 TOWER_OF_KIND = {IMAGE: VISUAL, VIDEO: VISUAL, AUDIO: AUDIO_TOWER}
 """Name of the tower for each kind of media."""
 KEPT_BYTES = 1 << 31
-"""Default maximum of cached outputs of a model's frozen towers, in bytes of the host's memory."""
+"""Default limit of the cached outputs of a model's frozen towers, in bytes of host memory."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class DeviceMedia:
     counts: Sequence[int]
     """Number of rows of each item."""
     rows: Tensor
-    """int64 [M]: rows of the towers' output."""
+    """int64 [M]: indices of these rows in the towers' output."""
     places: Tensor
-    """int64 [M]: their tokens, by number in this rank's slice."""
+    """int64 [M]: index of each row's token in this rank's slice."""
 
 
 def build_tower(tower: TowerArchitecture, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
@@ -90,11 +89,11 @@ def media_rows(towers: torch.nn.ModuleDict, media: DeviceMedia, frozen: TowerOut
     Args:
         towers: the towers.
         media: the items.
-        frozen: the outputs of towers that aren't trained.
+        frozen: cache of the frozen towers' outputs.
 
     Returns:
-        The rows of this rank's tokens of media, [M, hidden], and those for DeepStack. Gradients of both reach the
-        parameters of towers that are trained once a backward pass arrives at the former.
+        The rows of this rank's media tokens, [M, hidden], and DeepStack's rows. Gradients of both reach the parameters
+        of trained towers when a backward pass arrives at the first result.
     """
     trained = {name for name, tower in towers.items() if any(one.requires_grad for one in tower.parameters())}
     items = range(len(media.hashes))
@@ -117,7 +116,7 @@ def _run(towers: torch.nn.ModuleDict, media: DeviceMedia, items: Sequence[int]) 
     """Run the towers for some of the items.
 
     Returns:
-        Rows by the index of the item, and those for DeepStack: [rows, hidden] each. The latter are zeros of a sound.
+        By the item's index: its rows, then its rows for each DeepStack layer (zeros for sounds), [rows, hidden] each.
     """
     found: dict[int, list[Tensor]] = {}
     for name, run in _RUNS.items():
@@ -130,22 +129,22 @@ def _run(towers: torch.nn.ModuleDict, media: DeviceMedia, items: Sequence[int]) 
 
 
 def _see(tower: torch.nn.Module, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
-    """Return the rows of images and videos, one after the other, and those for DeepStack."""
+    """Return the concatenated rows of images and videos, then their rows for each DeepStack layer."""
     seen = tower(torch.cat(list(patches)), torch.tensor(grids, device=patches[0].device), return_dict=True)
     return [seen.pooler_output, *getattr(seen, "deepstack_features", ())]
 
 
 def _hear(tower: torch.nn.Module, spectrograms: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
-    """Return the rows of sounds, one after the other.
+    """Return the concatenated rows of sounds.
 
-    Each runs alone, because the tower's output for a sound below a second would depend on longer ones in the batch.
+    Each sound runs alone, because the tower's output for less than a second would depend on longer sounds in a batch.
     """
-    dtype = next(tower.parameters()).dtype  # to which transformers 5.12 doesn't convert
+    dtype = next(tower.parameters()).dtype  # transformers 5.12 doesn't convert to it
     lengths = [torch.tensor(grid, device=one.device) for one, grid in zip(spectrograms, grids, strict=True)]
     heard = [
         tower(one.to(dtype), feature_lens=own, return_dict=True) for one, own in zip(spectrograms, lengths, strict=True)
     ]
-    # transformers 5.12 leaves pooler_output empty here; where both are there, they are the same
+    # transformers 5.12 leaves pooler_output empty here; if it is set, it equals last_hidden_state
     return [torch.cat([one.last_hidden_state for one in heard])]
 
 
@@ -153,13 +152,13 @@ _RUNS: dict[str, Callable[[torch.nn.Module, Sequence[Tensor], Sequence[Grid]], l
     VISUAL: _see,
     AUDIO_TOWER: _hear,
 }
-"""Passes through the towers, by their names."""
+"""Functions that run a tower, by the tower's name."""
 
 
 class _PatchProduct(torch.nn.Conv3d):
-    """The convolution of a tower's first layer, as a product of matrices: each of its inputs is a patch.
+    """The convolution of a tower's first layer, computed as a matrix product, because each input is one patch.
 
-    As a convolution it takes four times as long on a CPU, and far longer on some GPUs in bfloat16 (transformers, pull
+    torch's convolution takes four times as long on a CPU, and far longer on some GPUs in bfloat16 (transformers, pull
     request 45041).
     """
 
@@ -168,9 +167,9 @@ class _PatchProduct(torch.nn.Conv3d):
 
 
 class _Cut(torch.autograd.Function):
-    """The towers' output without its graph. Its gradient goes into the towers along with those of the leaves.
+    """Cuts the towers' output from its graph. The backward pass sends its gradient and the leaves' into the towers.
 
-    They are complete by then: the embeddings are before all layers, so that a backward pass comes to them last.
+    The leaves' gradients are complete by then: the embeddings precede all layers, so a backward pass ends with them.
     """
 
     @staticmethod
@@ -187,7 +186,7 @@ class _Cut(torch.autograd.Function):
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             for gradient in gradients:
                 dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
-        # Of sounds alone there are no rows for DeepStack that came out of a tower.
+        # If all items are sounds, DeepStack's rows are zeros without a graph.
         reached = [(one, gradient) for one, gradient in zip(ctx.outputs, gradients, strict=True) if one.requires_grad]
         torch.autograd.backward([one for one, _ in reached], [gradient for _, gradient in reached])
         return None, None, None

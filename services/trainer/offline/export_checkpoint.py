@@ -32,13 +32,13 @@ def find_checkpoint(run_folder: Path, step: int | None, out: Path) -> int:
 
 
 def export_checkpoint(run_folder: Path, step: int, out: Path) -> dict[str, Any]:
-    """Export the model of the checkpoint of a step. Returns its path and step.
+    """Export the model in a step's checkpoint. Return the model's path and the step.
 
     Raises:
         CheckpointError: the checkpoint doesn't fit the model.
         DiskRefused: `out` can't be written, such as on a full disk.
     """
-    # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
+    # Imported here, so that bad arguments are refused at once: loading Megatron takes seconds.
     from services.trainer.learner.snapshots.snapshot import load_model
     from services.trainer.megatron.world import initialize
     from services.trainer.model.architectures import read_architecture

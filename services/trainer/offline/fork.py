@@ -43,7 +43,7 @@ def fork(run_folder: Path, out: Path, start: int, last: int) -> dict[str, Any] |
         OfflineError, StepFileError: a step file is missing or damaged, or lacks what these settings need.
         CheckpointError: the checkpoint doesn't fit the model and the settings.
     """
-    # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
+    # Imported here, so that bad arguments are refused at once: loading Megatron takes seconds.
     from services.trainer.loop.step_metrics import metrics_of_step
     from services.trainer.offline.forked_steps import ForkedSteps
 

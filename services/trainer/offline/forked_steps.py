@@ -27,7 +27,7 @@ class ForkedSteps:
         self._config = config
         self._algorithm = create(config.algorithm)
         self._rewards = rewards
-        # Those of turns or players follow from columns that aren't recorded, and stay as they are.
+        # Advantages of turns or players depend on columns that aren't recorded, so they stay unchanged.
         self._makes_advantages = ADVANTAGES in self.runner.columns and config.agent.credit == "sample"
 
     def prepare(self, file: StepFile) -> tuple[StepPlan, dict[str, TrainGroup]]:
@@ -62,7 +62,7 @@ class ForkedSteps:
         return replace(plan, mini_batches=mini_batches, epochs=epochs, whitening=whitening), groups
 
     def _group(self, group_id: str, file: StepFile) -> TrainGroup:
-        """Return a group with its rewards, and with its advantages if they don't need columns of the trainer's."""
+        """Return a group with the fork's rewards, and with new advantages unless they need the trainer's columns."""
         columns = {**file.groups[group_id], **self._rewards.get(group_id, {})}
         names = [name for name in self.runner.columns if name != ADVANTAGES or not self._makes_advantages]
         if missing := [name for name in names if name not in columns]:
@@ -74,7 +74,7 @@ class ForkedSteps:
         return group.with_columns({ADVANTAGES: self.runner.advantages(group)[0]}) if self._makes_advantages else group
 
     def _prepared(self, plan: StepPlan, groups: Mapping[str, TrainGroup]) -> PreparedColumns:
-        """Return the columns of forward passes, of all ranks."""
+        """Return the columns that forward passes compute, gathered from all ranks."""
         prepared: PreparedColumns = {}
         if not self.runner.prepares:
             return prepared

@@ -56,10 +56,10 @@ def newest_intact(run_folder: Path, up_to: int) -> int | None:
 
 
 def start_ranks(module: str, config: RunConfig, words: Sequence[str]) -> int:
-    """Run a program once per rank, all on this machine, with the output of rank 0. Returns the exit code.
+    """Run a program once per rank on this machine, showing only rank 0's output. Return the exit code.
 
-    When a rank fails, the others are killed, as they would wait for it. Raises OfflineError if this machine has GPUs,
-    but fewer than ranks.
+    When a rank fails, the others are killed, because they would wait for it. Raises OfflineError: this machine has
+    GPUs, but fewer than ranks.
     """
     ranks, hosts, gpus = config.trainer.ranks, config.trainer.hosts, len(visible_gpus())
     if 0 < gpus < ranks:
@@ -100,7 +100,7 @@ def print_result(work: Callable[[], dict[str, Any] | None]) -> int:
     Returns:
         The exit code.
     """
-    # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
+    # Imported here, so that bad arguments are refused at once: loading Megatron takes seconds.
     from services.trainer.learner.snapshots.part_files import CheckpointError
     from services.trainer.megatron.disk_work import DiskRefused, DiskStalled, DiskWorkFailed
     from services.trainer.model.architecture import ModelError, ModelFileError

@@ -44,7 +44,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         OfflineError, StepFileError: a step file is missing or damaged.
         CheckpointError: the checkpoint doesn't fit the model.
     """
-    # Here, so that what is refused is refused at once: they load Megatron, which takes seconds.
+    # Imported here, so that bad arguments are refused at once: loading Megatron takes seconds.
     from services.trainer.learner.update import step_metrics
     from services.trainer.loop.round_runner import RoundRunner
 

@@ -97,13 +97,13 @@ class RanksService(ReplicaService):
         self._pool: RankPool | None = None
         """The processes of this host's ranks."""
         self._newest = 0
-        """The newest attempt of the run."""
+        """Number of the run's newest attempt."""
         self._attempt: HostAttempt | None = None
         self._changing = asyncio.Lock()
         self._detail = ""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """Lease the GPUs of this host's ranks; the trainer starts these."""
+        """Lease the GPUs of this host's ranks, which the trainer starts later."""
         if RANKS not in roles_for(config):
             self._detail = f"this run needs no {RANKS} service: trainer.hosts is 1"
             return
@@ -117,7 +117,7 @@ class RanksService(ReplicaService):
         self._detail = "the trainer has not started ranks here"
 
     async def stop_run(self) -> None:
-        async with self._changing:  # a start that is being checked ends first, and its ranks with it
+        async with self._changing:  # a start that is being checked ends first; its ranks are killed below
             self._config = None
             if self._attempt is not None:
                 self._attempt.fail(Aborted(f"{self._context.settings.replica_id} leaves the run"))
@@ -127,7 +127,7 @@ class RanksService(ReplicaService):
             self._pool, self._detail = None, ""
 
     async def drain(self, seconds: float) -> int:
-        """Return 0 groups: those of the ranks are the trainer's."""
+        """Return 0: the trainer holds the groups."""
         return 0
 
     async def pause_run(self) -> None:

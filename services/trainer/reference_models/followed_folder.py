@@ -1,5 +1,5 @@
-"""The trainer's run folder, followed by its ledger: from the start, or for the policy's weights that a reference takes
-over.
+"""The trainer's run folder, read by other services: waiting for its files, and loading the policy's weights that the
+ledger names into a reference.
 
 When a group is scored, it isn't known yet which step will train on it. So every group records the weights that it was
 scored with, and the trainer sends it back if its step needs others. This module only has to provide the newest weights.
@@ -30,16 +30,16 @@ POLL_SECONDS = 0.2
 
 
 def await_run_folder(folder: Path, role: str, begun: datetime) -> None:
-    """Wait until this process sees the folder of its run: the coordinator wrote there when this run began.
+    """Wait until this process sees the run's folder, which the coordinator wrote when the run began.
 
     Args:
         folder: where the folder should be.
-        role: who looks, for the error.
-        begun: when the run began, or was restored last, as the coordinator says. A copy of the folder that was made
-            before, or another run at this path, has another time.
+        role: this service's role, for the error.
+        begun: time at which the run began or was last restored, from the coordinator. An older copy of the folder, or
+            another run's folder, has another time.
 
     Raises:
-        FailedPrecondition: it isn't there after FOLDER_SECONDS.
+        FailedPrecondition: the run's folder isn't visible after FOLDER_SECONDS.
     """
     deadline = time.monotonic() + FOLDER_SECONDS
     with waiting(f"the run's folder {folder}", on="the file system"):
@@ -59,10 +59,10 @@ def await_run_folder(folder: Path, role: str, begun: datetime) -> None:
 
 
 def await_file(path: Path, role: str, still_waiting: Callable[[Path], None]) -> None:
-    """Wait until the files of a committed step exist; call `still_waiting` with them every TICK_SECONDS.
+    """Wait until a committed step's file or folder exists; call `still_waiting` with it every TICK_SECONDS.
 
     Raises:
-        StepFileError: it isn't there after FILE_SECONDS.
+        StepFileError: the file is missing after FILE_SECONDS.
     """
     deadline = time.monotonic() + FILE_SECONDS
     with waiting(f"{path}, of a committed step", on="the file system"):
@@ -78,11 +78,11 @@ def await_file(path: Path, role: str, still_waiting: Callable[[Path], None]) -> 
 
 
 UNKNOWN = -1
-"""The step of the loaded weights is unknown: read the ledger."""
+"""Placeholder for the loaded weights' step while it is unknown: the ledger must be read."""
 
 
 class LedgerWeights:
-    """Loads the weights that the ledger names. Used between two passes, so that a group has one version."""
+    """Loads the weights that the ledger names. Call `follow` between two passes, so that one version scores a group."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class LedgerWeights:
             run_folder: the run's folder.
             initial: folder of the weights that the model was loaded with.
             take_over: loads a folder on all ranks.
-            still_waiting: called again and again while a folder isn't there yet.
+            still_waiting: called repeatedly, with the folder, until the folder exists.
         """
         self._board = board
         self._run_folder = run_folder
@@ -112,11 +112,11 @@ class LedgerWeights:
         """Name of the model's weights; "": the initial ones."""
 
     def follow(self) -> None:
-        """Take over other weights if the ledger names others. While the board is unavailable, keep these.
+        """Load the weights that the ledger names, if they are new. While the board is unavailable, keep the current.
 
         Raises:
-            StepFileError: they aren't in the run's folder.
-            ModelError: they don't fit the model.
+            StepFileError: the weights aren't in the run's folder.
+            ModelError: the weights don't fit the model.
         """
         try:
             step = self._board.last_step()

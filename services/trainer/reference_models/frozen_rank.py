@@ -43,7 +43,7 @@ Models = Mapping[str, FrozenModel]
 def compute_columns(
     models: Models, name: str, micro_batches: Sequence[PackedMicroBatch]
 ) -> list[dict[str, NDArray[Any]]]:
-    """Return the columns that a model gives to each micro-batch."""
+    """Return the columns that a model computes for each micro-batch."""
     return models[name].compute(micro_batches)
 
 

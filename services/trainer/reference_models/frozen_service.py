@@ -1,5 +1,5 @@
-"""The service of a frozen model: starts the model's ranks, ends when one of them does, and is the program of its
-roles."""
+"""The service of a frozen model, which reference and teacher run: starts the model's ranks, and ends when a rank
+ends."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from services.trainer.reference_models.followed_folder import await_run_folder
 from services.trainer.service.rank_processes import Rank, RankPool, RankProcesses, rank_gauges
 
 ANSWER_SECONDS = 10.0
-"""Seconds after the end of a drain in which rank 0 may still answer."""
+"""Extra seconds, after a drain's deadline, in which rank 0 may still answer."""
 DRAIN_MARGIN_SECONDS = 2.0
 """Seconds of a drain reserved for the answer."""
 
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 class ModelService(ReplicaService):
-    """Works on the stage of its role with a model in ranks, in runs that have one.
+    """Works on its role's stage with a model in rank processes; idle in runs without the role.
 
-    A replica whose ranks fail ends, and its supervisor starts another: others get its groups at once, because the
-    coordinator sees that the process is gone.
+    If a rank fails, the replica ends and its supervisor starts another. Other replicas get its groups at once, because
+    the coordinator sees that the process is gone.
     """
 
     rank_module = "services.trainer.reference_models.frozen_rank"
-    """The program of its ranks."""
+    """Module that each rank process runs."""
 
     def __init__(self, context: ReplicaContext, role: str) -> None:
         self.role = role
@@ -51,7 +51,7 @@ class ModelService(ReplicaService):
         self._done_before = 0
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """Start; return once the model is loaded."""
+        """Start the ranks; return once the model is loaded."""
         if self.role not in roles_for(config):
             self._detail = f"this run needs no {self.role} service"
             return
@@ -115,7 +115,7 @@ class ModelService(ReplicaService):
             await self._ranks.rank0.set_paused(False)
 
     async def drain(self, seconds: float) -> int:
-        """Groups not finished in time return to the board."""
+        """Finish held groups; those not finished in time return to the board. Return the number still held."""
         if self._ranks is not None and self._ranks.ranks:
             soon = max(0.0, seconds - DRAIN_MARGIN_SECONDS)
             if await self._ranks.rank0.hand_back(soon, timeout=seconds + ANSWER_SECONDS):
@@ -132,14 +132,14 @@ class ModelService(ReplicaService):
         )
 
     def _follows(self, config: RunConfig) -> bool:
-        """Return whether the ranks follow the ledger of a run, and need its folder."""
+        """Return True if the ranks follow the run's ledger, and so need its folder."""
         return bool(config.roles.frozen[self.role].refresh_every)
 
     def _check(self, config: RunConfig, folder: str, begun: datetime) -> None:
-        """Check that this replica can work on a run that began then, and whose folder it needs unless empty. Slow.
+        """Check that this replica can work on a run that began at `begun`, and sees `folder` unless it is empty. Slow.
 
         Raises:
-            DataError, RpcError: it can't.
+            DataError, RpcError: the replica can't work on the run.
         """
         if wrong := ROLES[self.role].wrong_module(ROLES[self.role].module, config):
             raise FailedPrecondition(wrong)

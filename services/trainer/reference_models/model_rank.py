@@ -37,31 +37,31 @@ from services.trainer.batch.sequence_media import GroupMediaReader, SequenceMedi
 from services.trainer.loop.commanded_rank import RankThread
 
 BATCHES_PER_STAGE = 20
-"""Micro-batches of one pass per pipeline stage after the first: stages then wait for a twentieth of the time."""
+"""Micro-batches in a pass, per pipeline stage after the first: stages are then idle for a twentieth of the time."""
 LEAST_GROUPS = 2
 """Minimum number of groups to hold: while one is computed, another is loaded."""
 
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[str, Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
-"""Computes the stage's columns with the model of a name for micro-batches on all ranks: for each [T] or [T, k], aligned
-with its tokens."""
+"""Function of a model's name and micro-batches that computes the stage's columns on all ranks: for each micro-batch [T]
+or [T, k], aligned with its tokens."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A group that waits for its log-probs."""
+    """A group that waits for the model's output."""
 
     group_id: str
     model: str
     """Name of the model that scores the group."""
     prompt_tokens: int
-    """Tokens of the shared prompt."""
+    """Number of tokens in the shared prompt."""
     sequences: list[TrainSequence]
     lengths: list[int]
-    """Tokens of each sequence, without the shared prompt."""
+    """Number of tokens in each sequence, without the shared prompt."""
     tokens: int
-    """Tokens of the sequences, with the shared prompt counted once."""
+    """Number of tokens in all sequences, with the shared prompt counted once."""
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """The result, filled sequence by sequence: [T] or [T, k] each."""
     answer: "Future[Result]" = field(default_factory=Future)
@@ -75,7 +75,7 @@ class _Group:
 
 
 class ModelStage:
-    """Works on the stage. The worker takes, holds and commits groups; `run` computes, in the caller's thread."""
+    """Works on the role's stage. The worker takes, holds and commits groups; `run` computes, in the caller's thread."""
 
     def __init__(
         self,
@@ -104,15 +104,15 @@ class ModelStage:
             role: the role that holds the model.
             consumer: the replica's id.
             compute: runs the model.
-            vocab_sizes: tokens that each model has, by its name. A group with another token is dropped.
+            vocab_sizes: vocabulary size of each model, by name. A group with a token beyond it is dropped.
             model_of: chooses the model by a group's columns. Raises ValueError: there is none.
             prompt: the column with the prompt that the model gets.
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
-            of_student: tokens to score in each place, of the column STUDENT_CANDIDATES; 0: none.
-            media: tokens for images of the models that see, by name, if prompts have images.
+            of_student: number of tokens in STUDENT_CANDIDATES to score in each place; 0: none.
+            media: tokens that stand for media in each model with towers, by name; empty if prompts have no media.
             pipeline_stages: ranks that share the layers.
-            of_each: further columns, the same for all groups of a pass.
+            of_each: returns further columns, the same for all groups of a pass.
             what: name of the model's output for each token, for errors.
             reason: drop reason of a group without output for a token.
             on_failure: called with the reason when the worker fails.
@@ -133,13 +133,13 @@ class ModelStage:
         self._group_tokens = 0.0
         """Moving average of the tokens of a group."""
         self.turns = 0
-        """Counter of passes through the model, whose length is bounded for any group size, and of idle waits."""
+        """Counter of model passes, whose length is bounded for any group size, and of idle waits; shows progress."""
         self.worker = StageWorker(
             board, self._stage, consumer, self._process, concurrency=self._most_groups, on_failure=on_failure
         )
 
     def run(self, wait_seconds: float) -> bool:
-        """Compute the columns of waiting groups, one pass' worth; wait for the first. Returns whether there was one.
+        """Wait for a group, then compute the columns of one pass of waiting groups. Return False if no group came.
 
         Raises whatever `compute` raises.
         """
@@ -154,7 +154,7 @@ class ModelStage:
         return True
 
     def _run(self, model: str, groups: Mapping[str, _Group]) -> None:
-        """Fill the columns of at least one group for one model."""
+        """Fill the columns of `groups`, at least one, with one model."""
         packer = Packer(self._budget, dp_size=1)
         for group in groups.values():
             shares = [one.prompt_length for one in group.sequences]
@@ -175,7 +175,7 @@ class ModelStage:
             self.turns += 1
 
     def _result(self, group: _Group) -> Result:
-        """Return a group's columns, or drop the group if they aren't finite: they don't show that the models agree."""
+        """Return a group's columns, or drop the group if a value isn't finite."""
         for values in group.columns.values():
             finite = np.isfinite(values).reshape(len(values), -1).all(-1)
             if wrong := int(np.count_nonzero(~finite)):
@@ -301,9 +301,9 @@ def _student_candidates(column: Column, tokens: int, count: int) -> NDArray[np.i
 
 
 class ModelRank(rank_pb2_grpc.RankServicer):
-    """The rank's handlers, and the thread that computes. It has no weights to hold or send: those calls are refused.
+    """A rank's RPC handlers and computing thread. It neither holds nor sends weights, and refuses those calls.
 
-    A subclass says what is computed.
+    Subclasses implement `_compute`.
     """
 
     def __init__(self) -> None:
@@ -336,7 +336,7 @@ class ModelRank(rank_pb2_grpc.RankServicer):
 
     @abstractmethod
     def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:
-        """Load the model, and work. Doesn't return."""
+        """Load the model, and compute until the process ends."""
 
     def _report_loading(self, detail: str) -> None:
         self._thread.events.put(pb.WorkResponse(progress=pb.RankProgress(detail=detail)))

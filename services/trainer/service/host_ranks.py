@@ -1,8 +1,9 @@
-"""A trainer's ranks on several hosts: its own, and those of replicas of the role `ranks`.
+"""A trainer's ranks on several hosts: on its own host, and on the hosts of replicas of the role `ranks`.
 
 The trainer numbers its starts in Redis. A host refuses a start with a smaller number than the newest that it knows, and
-ends the ranks of an older one first; ranks of different starts never meet, because the number is part of their store's
-keys. When any rank or host is lost, all ranks are killed and the next start begins, with the hosts that are ready then.
+ends the ranks of an older start before a new one. Ranks of different starts never meet, because the number is part of
+their store's keys. When any rank or host is lost, all ranks are killed and the next start begins, with the hosts that
+are ready then.
 """
 
 import asyncio
@@ -132,7 +133,7 @@ class RemoteRanks:
         return await asyncio.shield(self._failure)
 
     def kill(self) -> None:
-        """Have the host kill its ranks, by ending the stream. An unreachable host does so by itself."""
+        """Have the host kill its ranks, by ending the stream. An unreachable host kills them by itself."""
         if self._following is not None:
             self._following.cancel()
         if self._call is not None:
@@ -158,7 +159,7 @@ class RemoteRanks:
         return answer
 
     def _with_address(self, error: RpcError) -> str:
-        """Return the words of a start's error; if nothing answered, with the address, which may be wrong."""
+        """Return the text of a start's error; if the host didn't answer, with its address, which may be wrong."""
         address = f" (its address is {self._peer.address}, by --host or --advertise: RELAXD_HOST, RELAXD_ADVERTISE)"
         return f"{error}{address if isinstance(error, Unavailable) else ''}"
 
@@ -178,7 +179,7 @@ class RemoteRanks:
 
 
 def _of_host(host: str, error: grpc.aio.AioRpcError) -> RpcError:
-    """Return the error of a call to a host."""
+    """Convert the gRPC error of a call to a host."""
     if has_status(error):
         return from_call(error)
     return Unavailable(f"{host} does not answer: {explain(error)}")
@@ -199,12 +200,12 @@ class TrainerHosts:
     def __init__(
         self, context: ReplicaContext, config: RunConfig, assignment: Assignment, *, advertised: str, listen: str
     ) -> None:
-        """Begin to follow the hosts.
+        """Start watching the hosts.
 
         Args:
             context: the trainer's process.
-            config: the run's.
-            assignment: the run.
+            config: the run's configuration.
+            assignment: the trainer's assignment to the run.
             advertised: host at which others reach this process.
             listen: address on which rank 0 listens; empty: on all.
         """
@@ -231,9 +232,9 @@ class TrainerHosts:
         await asyncio.to_thread(self._board.close)
 
     async def wait_ready(self, on_wait: Callable[[str], None]) -> list[Peer[RanksStub]]:
-        """Wait for enough hosts that are ready; return as many as are needed, by their names' order.
+        """Wait until enough hosts are ready. Return the needed number of them, sorted by name.
 
-        `on_wait` is called with what is awaited.
+        `on_wait` is called with a description of the wait.
         """
         while True:
             now = time.monotonic()
@@ -249,10 +250,10 @@ class TrainerHosts:
             on_wait(
                 f"waiting for {missing} of the {self.config.trainer.hosts} hosts (trainer.hosts): {'; '.join(reasons)}"
             )
-            await asyncio.sleep(POLL_SECONDS)  # named: `on_wait` is told
+            await asyncio.sleep(POLL_SECONDS)  # named: `on_wait` reports it
 
     def avoid(self, host: str, refusal: HostRefused) -> None:
-        """Don't ask a host for a moment, because it refused to start its ranks."""
+        """Avoid a host for AVOIDED_SECONDS, because it refused to start its ranks."""
         self._attempt = max(self._attempt, refusal.newest)
         for peer in self._peers.ready:
             if peer.replica_id == host:
@@ -275,7 +276,7 @@ class TrainerHosts:
         return self._attempt
 
     def start_of(self, attempt: int, place: MeetingPlace, mark: str, index: int) -> ranks_pb2.RanksStart:
-        """Return the request for the host with an index, from 1."""
+        """Return the start request for another host; `index` counts the other hosts from 1."""
         each = self.config.trainer.ranks_per_host
         return ranks_pb2.RanksStart(
             attempt=attempt,
@@ -301,7 +302,7 @@ class HostRanks:
         on_wait: Callable[[str], None],
         pool: RankPool,
     ) -> None:
-        """`on_wait` is called with the start's wait; `pool` has the processes of this host's ranks."""
+        """`on_wait` is called with a description of the start's wait; `pool` has this host's rank processes."""
         self._hosts = hosts
         self._on_event = on_event
         self._on_wait = on_wait
@@ -335,7 +336,7 @@ class HostRanks:
         await self._own.start()
 
     def work(self, request: rank_pb2.WorkRequest) -> None:
-        """Start the work of this host's ranks; those of other hosts already work."""
+        """Start the work of this host's ranks; ranks of other hosts already work."""
         assert self._own is not None
         self._own.work(request)
 
@@ -345,7 +346,7 @@ class HostRanks:
         waits = [asyncio.create_task(part.failed()) for part in parts]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            # A rank that died on one host ends collectives of others, which may tell sooner.
+            # A rank that died on one host ends collectives on others, which may report their failure first.
             await asyncio.wait(waits, timeout=CAUSE_SECONDS)
         finally:
             for task in waits:

@@ -82,7 +82,7 @@ class RankPool:
         try:
             while len(self._spares) < self._count:
                 self._spares.append(await self._start("spare rank", {}))
-        except ChildError as error:  # the next start does without
+        except ChildError as error:  # the next start does without spare processes
             logger.warning("%s", error)
 
     async def _start(self, name: str, place: Mapping[str, str]) -> Child:
@@ -92,16 +92,16 @@ class RankPool:
 LOOPBACK = "127.0.0.1"
 """Address at which ranks of one machine meet."""
 START_SECONDS = 600.0
-"""Deadline for a child to serve. Importing torch and Megatron takes seconds, but minutes for eight ranks that read them
-from a cold or busy disk. One that ends meanwhile is noticed at once."""
+"""Deadline in seconds for a rank's process to serve. Importing torch and Megatron takes seconds, but minutes for eight
+ranks that read them from a cold or busy disk. A process that exits meanwhile is noticed at once."""
 PAUSE_SECONDS = 10.0
-"""Deadline for pausing or resuming, which only changes a flag."""
+"""Deadline in seconds for pausing or resuming, which only changes a flag."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Environment that makes torch allocate host memory in huge pages, which speeds up a checkpoint's copies."""
 
 
 class Rank(Protocol):
-    """Data of a rank, here or on another host, for its part in broadcasts."""
+    """A rank, here or on another host, and its part in broadcasts."""
 
     number: int
     loaded: rank_pb2.RankLoaded | None
@@ -113,7 +113,7 @@ class Rank(Protocol):
     async def broadcast(
         self, request: rank_pb2.BroadcastVersionsRequest, *, timeout: float
     ) -> rank_pb2.BroadcastVersionsResponse:
-        """Do its part of a broadcast. Raises RpcError."""
+        """Do the rank's part of a broadcast. Raises RpcError."""
 
     async def leave(self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, *, timeout: float) -> None:
         """Leave a group. Raises RpcError."""
@@ -152,7 +152,7 @@ class RankSet(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPlace:
-    """Meeting place of one start's ranks."""
+    """Address and port at which the ranks of one start meet."""
 
     host: str
     """Address of the store, reachable by the ranks."""
@@ -160,9 +160,9 @@ class MeetingPlace:
     """Address on which rank 0 listens; empty: all addresses."""
     port: int
     size: int
-    """Ranks of the world."""
+    """Number of ranks in the world."""
     interface: str
-    """Network interface of this machine's ranks unless variables name others; empty: any."""
+    """Network interface of this machine's ranks, unless environment variables name another; empty: any."""
     attempt: int = 0
     """Number of the start, for ranks on several hosts: ranks of different attempts never meet."""
 
@@ -172,7 +172,7 @@ class MeetingPlace:
         return os.environ.get("GLOO_SOCKET_IFNAME", self.interface)
 
     def environment(self, number: int, local: int) -> dict[str, str]:
-        """Return the environment variables of a rank, which is the `local`-th of its machine."""
+        """Return the environment variables of rank `number`, whose index on its machine is `local`."""
         found = {
             "MASTER_ADDR": self.listen if number == 0 else self.host,
             "MASTER_PORT": str(self.port),
@@ -211,7 +211,7 @@ class RankProcess:
     control: Any
     """A rank_pb2_grpc.RankStub."""
     broadcasts: RequestStream
-    """Takes part in broadcasts of the weights."""
+    """Stream of requests to take part in weight broadcasts."""
     environment: Mapping[str, str]
     """Environment variables of its place in the world."""
     loaded: rank_pb2.RankLoaded | None = None
@@ -234,7 +234,7 @@ class RankProcess:
             await self.control.SetPaused(rank_pb2.SetPausedRequest(paused=paused), timeout=PAUSE_SECONDS)
 
     async def hand_back(self, seconds: float, *, timeout: float) -> bool:
-        """Finish held groups within `seconds` or return them. Return True if none is held; False also on errors."""
+        """Have the rank hand back its groups within `seconds`. Return True if it did; False also on errors."""
         with contextlib.suppress(RpcError):
             request = rank_pb2.HandBackGroupsRequest(seconds=seconds)
             return bool((await self.control.HandBackGroups(request, timeout=timeout)).done)
@@ -253,14 +253,14 @@ class RankProcesses:
         ports: range | None = None,
         place: MeetingPlace | None = None,
     ) -> None:
-        """Make the set, which is not started.
+        """Create the set without starting it.
 
         Args:
-            numbers: those of the ranks.
+            numbers: numbers of the ranks.
             on_event: called with each event of a rank.
-            pool: has their processes.
-            ports: weights.ports; None: any.
-            place: the place where they meet others; None: there are no others, and they meet on one of `ports`.
+            pool: source of the ranks' processes.
+            ports: allowed ports (weights.ports); None: any.
+            place: meeting place with ranks of other hosts; None: all ranks are here, and meet on one of `ports`.
         """
         self._numbers = numbers
         self._on_event = on_event

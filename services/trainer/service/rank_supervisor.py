@@ -22,13 +22,13 @@ TakeTurn = Callable[[Callable[[str], None]], Awaitable[None]]
 """Function that waits for the devices of a colocated run, and reports its wait to its argument
 (ReplicaContext.take_turn)."""
 MakeRanks = Callable[[RankEvent, Callable[[str], None]], RankSet]
-"""Function that creates the ranks of a start. The second argument is called with the start's wait."""
+"""Function that creates the ranks of a start. The second argument is called with a description of the start's wait."""
 BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses before restarts, doubled with each consecutive failure until a version is trained."""
 FAILED_AFTER = 3
 """Number of consecutive failures after which the replica counts as failed; restarts continue."""
 ANSWER_SECONDS = 5.0
-"""Extra time for the answer to a drain, in which rank 0 sends its last traces and metrics."""
+"""Additional seconds for the answer to a drain: rank 0 first sends its last traces and metrics."""
 ANNOUNCE_SECONDS = 10.0
 """Deadline of one announcement, in seconds."""
 ANNOUNCE_AGAIN_SECONDS = 0.5
@@ -50,7 +50,7 @@ class RankSupervisor:
 
         Args:
             settings: the service's settings.
-            request: the work of the ranks.
+            request: the request that starts the ranks' work.
             make_ranks: makes the ranks of each start.
             take_turn: in a colocated run, awaited at each start, once the ranks have loaded their code.
         """
@@ -147,7 +147,7 @@ class RankSupervisor:
 
     async def set_paused(self, paused: bool) -> None:
         """Pause or resume the ranks, including restarted ones."""
-        self._request.paused = paused  # after a restart, Work says it
+        self._request.paused = paused  # restarted ranks get it with Work
         if self.ranks:
             await self.rank0.set_paused(paused)
 

@@ -76,9 +76,9 @@ def export_folder(run_folder: Path, folder: str) -> Path:
 T = TypeVar("T")
 
 LEAVE_SECONDS = 5.0
-"""Deadline for leaving a group, which only sets a flag and closes connections."""
+"""Deadline in seconds for leaving a group, which only sets a flag and closes connections."""
 CONTROL_SECONDS = 10.0
-"""Deadline for a hold or the plan of a profile, which only change a number."""
+"""Deadline in seconds for holding weights or planning a profile, which only change a number."""
 MAX_PROFILED = 100
 """Maximum number of steps in one call of Profile: each has a file of up to hundreds of megabytes."""
 SCRIPTED_RANK = "services.trainer.rehearsal"
@@ -201,7 +201,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         world = self._ready_world()
         response = pb.GetWeightManifestResponse(weights=world.weights)
         response.MergeFrom(world.manifest)
-        # The store has this process's advertised host and its own port.
+        # The store is on this process's advertised host, with a separate port.
         response.store_host = _advertised_host(self._settings)
         return response
 
@@ -250,7 +250,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         link = telemetry.link_from(world.step_trace)
         attributes = {"relaxd.sync_id": request.sync_id, "relaxd.version": request.weights.version}
         with telemetry.tracer().start_as_current_span("broadcast", attributes=attributes, links=[link] if link else []):
-            # A rank that is alone holds its weights itself.
+            # A single rank holds its weights itself.
             async with _held(world.rank0, request) if len(world.ranks) > 1 else contextlib.nullcontext():
                 try:
                     part = rank_pb.BroadcastVersionsRequest(broadcast=request)

@@ -1,1 +1,1 @@
-"""Parts of a transformer, of which `services.trainer.model` makes layers: attention, MLPs, and kernels in Triton."""
+"""Parts from which `services.trainer.model` builds transformer layers: attention, MLPs, and kernels in Triton."""

@@ -19,15 +19,15 @@ from services.trainer.transformer.recompute import Deferred, unpack
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4 << 20
-"""The pool's unit, in bytes."""
+"""Size of the pool's blocks, in bytes."""
 CHUNK_BYTES = 256 << 20
-"""Size of host allocations. A power of two, because pinned memory is allocated in powers of two."""
+"""Size of host allocations, in bytes. A power of two, because pinned memory is allocated in powers of two."""
 LEAST_BYTES = 1 << 20
-"""Smaller tensors stay on a GPU."""
+"""Minimum size of tensors moved off a GPU, in bytes."""
 
 
 class ActivationOffload:
-    """Moves saved tensors to the host and back, in the order in which they were saved, backwards."""
+    """Moves saved tensors to the host, and fetches them back in reverse order."""
 
     def __init__(self, device: torch.device, limit: int, ahead: int) -> None:
         """Use at most `limit` bytes of the host's memory.
@@ -35,16 +35,16 @@ class ActivationOffload:
         Args:
             device: device of the activations. On CPU they are copied all the same, without a stream.
             limit: bytes, rounded down to blocks.
-            ahead: tensors that are on the GPU while they are copied, in each direction.
+            ahead: number of tensors whose copies may be under way, in each direction.
         """
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
         self._ahead = ahead
         self._pool = _Pool(limit, pinned=self._cuda)
         self._leaving: deque[weakref.ref[_Away]] = deque()
-        """Tensors whose memory on the GPU isn't free yet, in order."""
+        """Tensors being copied to the host, oldest first: their GPU memory isn't free yet."""
         self._saved: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
-        """Tensors in the order of saving."""
+        """Offloaded tensors, numbered in the order of saving."""
         self._by_storage: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
         """Storages that are still on the GPU, by address: several saved tensors may share one."""
         self._count = 0
@@ -55,7 +55,7 @@ class ActivationOffload:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the host's memory that were allocated so far."""
+        """Bytes of host memory allocated so far."""
         return self._pool.allocated
 
     def saving(self, staying: Iterable[Tensor]) -> AbstractContextManager[Any]:
@@ -107,14 +107,14 @@ class ActivationOffload:
                 oldest.free_device()
 
     def fetch(self, order: int) -> None:
-        """Start fetching the tensors that are used at `order` and soon after."""
+        """Start fetching tensor number `order`, and the tensors that the backward pass uses soon after it."""
         for number in range(order, max(order - self._ahead, 0) - 1, -1):
             away = self._saved.get(number)
             if away is not None:
                 away.copy_in(self._stream)
 
     def give_back(self, blocks: list[Tensor]) -> None:
-        """Return a tensor's blocks to the pool. The stream runs the next copy into them after those out of them."""
+        """Return a tensor's blocks to the pool. On the stream, copies out of them run before later copies into them."""
         self._pool.give(blocks)
 
 
@@ -147,7 +147,7 @@ class _Pool:
 
 
 class _Away:
-    """A storage on the host, on the GPU, or on its way. The objects that saved it hold references to it."""
+    """An offloaded storage: on the host, on the GPU, or in transit. Only saved tensors (`_View`) keep it alive."""
 
     def __init__(self, owner: ActivationOffload, order: int, content: Tensor, blocks: list[Tensor]) -> None:
         self._owner, self._order = owner, order
@@ -196,12 +196,12 @@ class _Away:
             self._copied = None
 
     def __del__(self) -> None:
-        self._wait()  # the GPU's memory is given to others
+        self._wait()  # other tensors reuse the GPU's memory
         self._owner.give_back(self._blocks)
 
 
 class _View(Deferred):
-    """A saved tensor of a storage."""
+    """A saved tensor whose storage is offloaded."""
 
     def __init__(self, away: _Away, tensor: Tensor) -> None:
         self._away = away

@@ -25,19 +25,19 @@ from torch import Tensor
 from services.trainer.batch.micro_batch import PackedMicroBatch
 
 CHUNK = 64
-"""Number of tokens that are computed together. The state passes from chunk to chunk."""
+"""Maximum tokens of a chunk, which are computed together. The state passes from chunk to chunk."""
 
 
 @dataclass(frozen=True)
 class ChunkTree:
     """N chunks of T tokens. Each is within one sequence, and begins where its parent ends.
 
-    Chunks without a parent begin a sequence. Those of a shared prompt have the first chunks of several responses as
-    children, so that the prompt is computed once.
+    Chunks without a parent begin a sequence. A shared prompt's last chunk is the parent of several responses' first
+    chunks, so that the prompt is computed once.
     """
 
     token_of_place: Tensor
-    """int64 [N * CHUNK]: token in each place; T where a chunk is shorter."""
+    """int64 [N * CHUNK]: token in each place; T in the empty places of shorter chunks."""
     place_of_token: Tensor
     """int64 [T]: place of each token."""
     levels: tuple[int, ...]
@@ -46,7 +46,7 @@ class ChunkTree:
     """int64 [N]: index of each chunk's parent within the previous level; 0 for roots."""
     ancestors: Tensor
     """int64 [A, T]: indices of the A tokens before each token in its sequence, nearest first. The index T stands for a
-    token that doesn't exist, at the beginning of a sequence."""
+    missing token, before the beginning of a sequence."""
 
 
 def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) -> ChunkTree:
@@ -54,7 +54,7 @@ def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) ->
 
     Args:
         batch: the micro-batch.
-        ancestors: tokens before each token that its convolution reads.
+        ancestors: number of previous tokens that a token's convolution reads.
         device: device of the indices.
     """
     tokens = len(batch.tokens)
@@ -109,7 +109,7 @@ def causal_convolution(x: Tensor, weight: Tensor, tree: ChunkTree) -> Tensor:
 
     Args:
         x: [T, channels].
-        weight: [channels, width]; the last one is a token's own.
+        weight: [channels, width]; the last column is for the token itself.
         tree: the sequences, with width - 1 ancestors.
 
     Returns:
@@ -147,7 +147,7 @@ def gated_delta_rule(
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
     ratios = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
     grown, strength = total.exp().unsqueeze(-1), strength.unsqueeze(-1)
-    # Its diagonal isn't read: that of the system is 1.
+    # The diagonal isn't read: `unitriangular` takes it as 1.
     system = strength * (key @ key.mT) * ratios
     sides = torch.cat((strength * value, strength * grown * key), -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -176,7 +176,7 @@ def gated_delta_rule(
 
 
 def unit(x: Tensor) -> Tensor:
-    """Return heads of norm 1: x [..., size]. A head of zeros stays."""
+    """Scale each head of x [..., size] to norm 1; a head of zeros stays zero."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 

@@ -39,7 +39,7 @@ class GatedDeltaNet(MegatronModule):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self.sizes, self.shared, self.key_heads = sizes, shared, sizes.key_heads // ranks
         self.channels = 2 * sizes.key_size + shared * sizes.value_size
-        """Channels of a key head that are convolved."""
+        """Number of convolved channels per key head."""
         settings: dict[str, Any] = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
         width = 2 * sizes.keys + 2 * sizes.values + 2 * sizes.value_heads
         self.linear_in = backend.column_parallel_linear()(

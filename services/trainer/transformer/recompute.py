@@ -18,19 +18,19 @@ class Deferred(ABC):
 
 
 class Recompute:
-    """Context in which autograd saves a recipe, not the tensor, for each tensor that was computed by calling this.
+    """Context in which autograd saves a recipe instead of each tensor that was computed by calling the context.
 
-    The backward pass runs the recipe at the tensor's first use and frees the tensor after its last use. Of a chain of
-    recipes only the first arguments are kept. It works for any operation that saves tensors with `save_for_backward`.
+    The backward pass runs the recipe at the tensor's first use and frees the tensor after its last use. A chain of
+    recipes keeps only the first one's arguments. Any operation that saves tensors with `save_for_backward` is covered.
     Tensors without a recipe are saved as usual.
     """
 
     def __init__(self, active: bool = True, keep: Callable[[Tensor], Tensor | Deferred] | None = None) -> None:
-        """If `active` is False, or gradients are disabled, all tensors are saved as usual.
+        """Save all tensors as usual if `active` is False or gradients are disabled.
 
         Args:
             active: whether tensors are recomputed.
-            keep: returns what is saved of those that aren't; None: themselves.
+            keep: returns the form in which other tensors are saved; None: they are saved unchanged.
         """
         self._keep = keep or (lambda tensor: tensor)
         self._hooks: Any = None
@@ -69,10 +69,10 @@ class Recompute:
         return output
 
     def register(self, output: Any, function: Callable[..., Any], *arguments: Any) -> None:
-        """Let the backward pass recompute tensors, perhaps by another function than the forward pass.
+        """Let the backward pass recompute tensors, by a function that may differ from the forward pass's.
 
         Args:
-            output: the tensor or tuple of tensors. One that is a view of an argument is kept, at no cost.
+            output: the tensor or tuple of tensors. A view of an argument is saved as usual, at no cost.
             function: function that returns the same values as `output`.
             *arguments: arguments of the function.
         """
@@ -114,7 +114,7 @@ class _Recipe:
         self._uses = 0
 
     def view(self, like: Tensor, index: int) -> "_View":
-        """Return a saved use of one output, with the geometry of `like`."""
+        """Return a placeholder for one output with the geometry of `like`, and count it as a use."""
         self._uses += 1
         return _View(self, index, like.shape, like.stride(), int(like.storage_offset()))
 
@@ -132,7 +132,7 @@ class _Recipe:
 
 
 class _View(Deferred):
-    """A saved use of a recipe's output."""
+    """Placeholder for one use of a recipe's output."""
 
     def __init__(self, recipe: _Recipe, index: int, shape: torch.Size, stride: tuple[int, ...], offset: int) -> None:
         self._recipe = recipe

@@ -27,11 +27,11 @@ class HostMemory:
         self._touching: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start again with the first stretch."""
+        """Begin a new snapshot, whose calls of `take` reuse the memory in the same order."""
         self._taken = 0
 
     def take(self, size: int) -> Tensor:
-        """Return memory: uint8 [size], aligned. It is reused if the last snapshot took as much here, else new."""
+        """Return aligned memory, uint8 [size]: reused if the last snapshot's same call had this size, else new."""
         index, self._taken = self._taken, self._taken + 1
         if index < len(self._tensors) and len(self._tensors[index]) == size:
             return self._tensors[index]
@@ -42,7 +42,7 @@ class HostMemory:
         return self._tensors[index]
 
     def touch(self) -> None:
-        """Have the system provide the taken memory, in a thread. Copy nothing there before `touched`."""
+        """Start a thread that zeroes the taken memory, so that the system provides it. Call `touched` before use."""
         tensors = list(self._tensors)
         self._touching = threading.Thread(target=_touch, args=(tensors,), name="touch-checkpoint", daemon=True)
         self._touching.start()
@@ -64,7 +64,7 @@ class HostCopies:
     """Host memory that will be filled with the current values of tensors."""
 
     def __init__(self, device: torch.device, memory: HostMemory) -> None:
-        """Sources are on `device` or in the host's memory. Copies are in `memory`, which has no other user now."""
+        """Copy tensors on `device` or in the host's memory to `memory`, which nothing else uses now."""
         memory.begin()
         self.memory = memory
         self._device = device
@@ -74,17 +74,17 @@ class HostCopies:
         self._error: Exception | None = None
 
     def add(self, target: Tensor, source: Tensor | Float8Values) -> None:
-        """Have a part of the memory filled with values of the same shape and type."""
+        """Register a copy of `source` to `target`, a part of the memory with the same shape and type."""
         self._work.append((target, source.detach() if isinstance(source, Tensor) else source))
 
     def start(self) -> None:
-        """Start filling the tensors. All ranks call it in their training threads."""
+        """Start copying in a thread. All ranks call it in their training threads."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the copies run on another stream
         threading.Thread(target=self._fill, name="copy-checkpoint", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the sources may change, even if copying failed. Returns False after `seconds`."""
+        """Wait until copying has ended or failed, so that the sources may change. Return False after `seconds`."""
         return self._filled.wait(seconds)
 
     def wait_or_raise(self, seconds: float) -> None:
@@ -119,7 +119,7 @@ class HostCopies:
 
 
 def _parts(source: Tensor | Float8Values, count: int) -> Iterator[Tensor]:
-    """Yield `count` elements at a time, so that no more exist in two types."""
+    """Yield `count` elements at a time, so that no more than these exist in two element types at once."""
     if isinstance(source, Tensor):
         yield from source.reshape(-1).split(count)
     else:

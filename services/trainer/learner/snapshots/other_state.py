@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 Groups = list[list[dict[str, Any]]]
-"""The settings of the parameter groups of each optimizer."""
+"""Settings of the parameter groups, for each optimizer."""
 
 
 def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
@@ -76,7 +76,7 @@ def read_groups(optimizer: MegatronOptimizer) -> Groups:
     """Return the settings and the step of a filled optimizer, as plain values."""
     return [
         [
-            # The offloaded optimizer keeps classes here.
+            # The offloaded optimizer's settings include classes.
             {name: value for name, value in group.items() if not isinstance(value, type)}
             for group in one.state_dict()["optimizer"]["param_groups"]
         ]
@@ -154,7 +154,7 @@ def write_generators(states: dict[str, Any]) -> None:
 
 
 def _text(state: Tensor) -> str:
-    """Return a generator's state, of bytes, as text."""
+    """Return a generator's state as hexadecimal text."""
     return state.cpu().numpy().tobytes().hex()
 
 

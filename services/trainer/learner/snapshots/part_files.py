@@ -39,11 +39,11 @@ from services.trainer.learner.snapshots.pieces import (
 FILE_BYTES = 64 << 20
 """Approximate bytes per file of a rank's part; its files are written and hashed concurrently."""
 MAX_FILES = 8
-"""Files of a rank."""
+"""Maximum number of files of a rank."""
 CHUNK_BYTES = 64 << 20
-"""Bytes to hash and write at a time. After each chunk the thread waits for its turn among Python's threads."""
+"""Bytes to hash and write at a time. After each chunk the thread waits for Python's interpreter lock."""
 PIECES, GENERATORS = "pieces", "generators"
-"""Names in a file's metadata, of JSON: the pieces by tensor; the states of the rank's random generators."""
+"""Keys of JSON values in a file's metadata: pieces by tensor name, and states of the rank's random generators."""
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """Names of element types in safetensors."""
 
@@ -64,7 +64,7 @@ def part_name(rank: int, number: int) -> str:
 
 
 def rank_of(name: str) -> int | None:
-    """Return the rank of a rank's file, by its name; None for other files."""
+    """Return the rank in the name of a rank's file; None for other files."""
     kind, _, rest = name.partition("-")
     return int(rest.partition("-")[0]) if kind == "rank" and name.endswith(".safetensors") else None
 
@@ -73,7 +73,7 @@ class PartFiles:
     """The files of this rank's part of one checkpoint."""
 
     def __init__(self, stored: list[Stored], rank: int, generators: dict[str, Any], copies: HostCopies) -> None:
-        """Plan the files and their copies in the host's memory, which `copies` fills."""
+        """Plan the files and their content in host memory, which `copies` fills later."""
         self._files: dict[str, tuple[bytes, Tensor]] = {}
         size = sum(one.tensor.nbytes for one in stored)
         files = min(MAX_FILES, max(1, size // FILE_BYTES))
@@ -96,15 +96,15 @@ class PartFiles:
             Sizes and checksums by name; see `checkpoint_folders.describe`.
 
         Raises:
-            OSError: the disk refuses, such as a full one.
+            OSError: the disk refuses a file, for example because it is full.
         """
         return in_parallel({name: partial(_write_file, folder / name, *file) for name, file in self._files.items()})
 
 
 def divided(stored: list[Stored], files: int) -> list[list[Stored]]:
-    """Divide pieces among files of equal size, cutting those at the borders.
+    """Divide pieces among files of equal size, cutting pieces where a file ends.
 
-    Pieces with large elements come first in a file, so that all are aligned, because safetensors allows no gaps.
+    Pieces with large elements come first in a file: this aligns all of them, although safetensors allows no gaps.
     """
     share = -(-sum(one.tensor.nbytes for one in stored) // files)
     found: list[list[Stored]] = [[]]
@@ -133,7 +133,7 @@ def _cut(stored: Stored, count: int) -> tuple[Stored, Stored | None]:
 
 
 def _header(content: list[Stored], metadata: dict[str, str]) -> bytes:
-    """Return the header of a safetensors file, with the size before it; its length is a multiple of ALIGNMENT."""
+    """Return the header of a safetensors file, including the size field; its length is a multiple of ALIGNMENT."""
     pieces, tensors, begin = {}, {}, 0
     for one in content:
         piece, end = one.piece, begin + one.tensor.nbytes
@@ -167,7 +167,7 @@ def described(piece: Piece) -> dict[str, Any]:
 
 
 def piece_of(description: dict[str, Any]) -> Piece:
-    """Return the piece that `described` has described."""
+    """Return the piece for metadata made by `described`."""
     whole, offset, shape = (tuple(description[name]) for name in ("whole", "offset", "shape"))
     box = Box(description["tensor"], whole, offset, shape, description["padded"])
     return Piece(description["state"], box, description["begin"], description["end"])
@@ -189,10 +189,10 @@ def _write_file(path: Path, header: bytes, memory: Tensor, progress: Progress) -
 
 
 def _write_all(file: FileIO, content: memoryview) -> None:
-    """Write `content`, in as many writes as the system needs, past the page cache where that is possible.
+    """Write all of `content`, bypassing the page cache where possible.
 
-    It isn't possible for the last bytes of a file, fewer than ALIGNMENT, on some file systems, and after a write that a
-    full disk cut short.
+    It isn't possible for the last bytes of a file (fewer than ALIGNMENT), on some file systems, and after a write that
+    a full disk cut short.
     """
     while content:
         aligned = len(content) - len(content) % ALIGNMENT
@@ -206,8 +206,8 @@ def _write_all(file: FileIO, content: memoryview) -> None:
 
 
 def _write(file: FileIO, content: memoryview, direct: int) -> int:
-    """Write a part of it, with O_DIRECT or 0. Return the bytes written. Raises OSError: EINVAL if direct writing is
-    unsupported."""
+    """Write `content` or a part of it; `direct` is O_DIRECT or 0. Return the bytes written. Raises OSError, with EINVAL
+    if direct writing is unsupported."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT | direct)
     return file.write(content)
@@ -227,7 +227,7 @@ class Wanted:
     """Elements to load."""
 
     piece: Piece
-    """The piece of the model that these elements are."""
+    """The elements' piece of the model."""
     target: Tensor
     """Destination of the elements: a flat tensor of any element type on any device."""
 
@@ -238,9 +238,9 @@ class _Read:
 
     rectangle: Rectangle
     source: Piece
-    """The piece of the file."""
+    """Piece of the file that contains the rectangle."""
     begin: int
-    """Place of the piece in the file, in bytes."""
+    """Offset of that piece in the file, in bytes."""
     dtype: torch.dtype
     """The file's element type."""
     wanted: Wanted
@@ -282,13 +282,13 @@ def part_files(folder: Path, rank: int) -> Iterator[PartFile]:
 
 
 class Loading:
-    """Elements that a rank loads from a checkpoint, and their places."""
+    """Elements that a rank loads from a checkpoint, and their places in its files."""
 
     def __init__(self, folder: Path, rank: int, wanted: list[Wanted]) -> None:
-        """Look for elements in the parts of a checkpoint.
+        """Find the wanted elements in the parts of a checkpoint.
 
         Raises:
-            CheckpointError: they aren't all there, some are in two parts, or the tensors have other shapes.
+            CheckpointError: elements are missing or are in two parts, or tensors have other shapes.
         """
         self._folder = folder
         self._reads: dict[Path, list[_Read]] = defaultdict(list)
@@ -321,7 +321,7 @@ class Loading:
         in_parallel(work, progress, partial(torch.cuda.set_device, device) if device.type == "cuda" else _nothing)
 
     def _find(self, number: int, piece: Piece, path: Path, begin: int, dtype: torch.dtype) -> None:
-        """Plan the reads of wanted elements that a piece of a file has."""
+        """Plan to read the wanted elements that a file's piece contains."""
         one = self._wanted[number]
         if not one.piece.box.fits(piece.box):
             self._refuse(f"{piece.box.tensor} has the shape {piece.box.whole} there, and {one.piece.box.whole} here")
@@ -340,7 +340,7 @@ class Loading:
             self._reads[path].append(_Read(rectangle, piece, begin, dtype, one))
 
     def _found(self, wanted: Wanted, rectangle: Rectangle) -> tuple[Path, Rectangle]:
-        """Return which file already has some of a rectangle's elements, and which."""
+        """Return the file from which some of a rectangle's elements are already read, and these elements."""
         return next(
             (path, both)
             for path, reads in self._reads.items()
@@ -353,11 +353,11 @@ class Loading:
 
 
 def _nothing() -> None:
-    """Start a thread without a device."""
+    """Do nothing at a thread's start: it needs no device."""
 
 
 def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Return a piece's rectangles within a whole tensor of another shape."""
+    """Yield a piece's rectangles, cut to a whole tensor of another shape."""
     everything = (tuple(0 for _ in whole), whole)
     for rectangle in piece.box.rectangles(piece.begin, piece.end):
         if (found := intersection(rectangle, everything)) is not None:
@@ -365,7 +365,7 @@ def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:
 
 
 def _overlaps(source: Piece, target: Piece) -> Iterator[Rectangle]:
-    """Return the rectangles of the whole tensor that two pieces have in common, with offsets in both."""
+    """Yield the rectangles of the whole tensor that two pieces have in common."""
     if source.box.same_place(target.box):
         begin, end = max(source.begin, target.begin), min(source.end, target.end)
         found = target.box.rectangles(begin, end)

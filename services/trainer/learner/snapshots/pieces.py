@@ -1,7 +1,7 @@
-"""Pieces of a rank's state in a checkpoint: for each piece its whole tensor and its elements in it, under any layout.
+"""Pieces of a rank's state in a checkpoint. A piece names its whole tensor and its elements in it, under any layout.
 
 Megatron's distributed optimizer divides main weights and moments among the data-parallel (and context-parallel) ranks.
-A rank saves what it holds of them. The weights of a trained model aren't saved separately, because they are the rounded
+A rank saves its part. The weights of a trained model aren't saved separately, because they are the rounded
 main weights. Tensors that aren't trained are equal on all data-parallel ranks, and each rank saves its share.
 
 A whole tensor is divided into boxes, one for each tensor-parallel, pipeline and expert rank. Data-parallel ranks divide
@@ -25,12 +25,12 @@ from torch import Tensor
 from services.trainer.learner.small_moments import MOMENTS, Float8Values, float8_values
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
-"""First indices and sizes."""
+"""First index and size in each dimension."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a whole tensor in one rank's layers."""
+    """A rectangular part of a whole tensor, held by one rank's layers."""
 
     tensor: str
     """Name of the whole tensor."""
@@ -39,7 +39,7 @@ class Box:
     offset: tuple[int, ...]
     """First index of the box in each dimension."""
     shape: tuple[int, ...]
-    """Shape of the part, with the same number of dimensions."""
+    """Shape of the box, with the same number of dimensions."""
     padded: bool = False
     """True if layouts pad the first dimension differently, as for the vocabulary."""
 
@@ -66,11 +66,11 @@ class Box:
         ]
 
     def same_place(self, other: "Box") -> bool:
-        """Return whether another box has the same elements of the same tensor."""
+        """Return True if another box has the same elements of the same tensor."""
         return (self.tensor, self.offset, self.shape) == (other.tensor, other.offset, other.shape)
 
     def fits(self, other: "Box") -> bool:
-        """Return whether another box may be of the same whole tensor."""
+        """Return True if another box's whole tensor has the same shape, apart from padding."""
         if not self.padded:
             return self.whole == other.whole
         return len(self.whole) == len(other.whole) and self.whole[1:] == other.whole[1:]
@@ -133,9 +133,9 @@ def shown(rectangle: Rectangle) -> str:
 
 
 WEIGHTS = "weights"
-"""State of a parameter beside its moments: the float32 main weights, or the model's weights if it isn't trained."""
+"""Name of the weights among a parameter's states: float32 main weights, or the model's if it isn't trained."""
 STATE = {WEIGHTS: "param"} | {name: name for name in MOMENTS}
-"""State of a trained parameter, with Megatron's name for it."""
+"""States of a trained parameter, with Megatron's name of each."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ class LocalBox:
     box: Box
     """Part of the whole model's tensor."""
     start: int
-    """Place of its first element in the parameter's row-major order."""
+    """Offset of the box's first element in the parameter's row-major order."""
     saved: bool
-    """True if this rank saves its copy of the parameter. Data-parallel ranks all do."""
+    """True if this rank saves its copy of the parameter; the same on all data-parallel ranks."""
 
 
 Boxes = Mapping[Tensor, list[LocalBox]]
@@ -173,11 +173,11 @@ Pieces = Iterator[tuple[Piece, Elements, bool]]
 
 
 def boxes_of(model: Any, name: str) -> Boxes:
-    """Return where a Megatron model's parameters are in the whole model.
+    """Return the boxes of a Megatron model's parameters.
 
     Args:
-        model: this rank's part.
-        name: of the model; it distinguishes its tensors from those of others.
+        model: this rank's part of the model.
+        name: the model's name, which begins the names of its tensors.
     """
     found: dict[Tensor, list[LocalBox]] = {}
     for entry in nested_values(model.sharded_state_dict()):
@@ -200,7 +200,7 @@ def _local_box(part: ShardedTensor, parameter: Tensor, name: str) -> LocalBox:
         (1,) * part.prepend_axis_num + tuple(part.local_shape),
         part.allow_shape_mismatch,
     )
-    # Of (copy in another pipeline stage, tensor-parallel rank, data-parallel rank).
+    # `replica_id` is (copy in another pipeline stage, tensor-parallel rank, data-parallel rank).
     saved = not any(part.replica_id[:2])
     return LocalBox(box, part.data.storage_offset() - parameter.storage_offset(), saved)
 
@@ -222,8 +222,8 @@ def untrained_pieces(boxes: Boxes, *, share: bool) -> Pieces:
     """Return the pieces of the parameters that aren't trained.
 
     Args:
-        boxes: of the model.
-        share: only this rank's share of them, of the data-parallel ranks that have the same.
+        boxes: the model's boxes.
+        share: return only this rank's share, because all data-parallel ranks have the same weights.
     """
     for parameter in boxes:
         if not parameter.requires_grad:
@@ -241,7 +241,7 @@ def weight_pieces(boxes: Boxes, parameter: Tensor, *, share: bool = False) -> Pi
 
 
 def _pieces(boxes: list[LocalBox], state: str, flat: Elements, begin: int, end: int) -> Pieces:
-    """Return the pieces of elements `begin` to `end - 1` of a parameter's."""
+    """Yield the pieces of a parameter's elements `begin` to `end - 1`, whose values are `flat`."""
     for local in boxes:
         first, last = max(begin, local.start), min(end, local.start + local.box.numel)
         if first < last:

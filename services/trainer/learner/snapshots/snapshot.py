@@ -3,9 +3,9 @@
     common.json                            rank 0's: settings and steps of the optimizers, schedules, counters
     rank-00000-0.safetensors ...           each rank's part: see `part_files`
 
-A checkpoint holds the float32 main weights, the moments and step of the optimizer, the learning-rate schedule, the same
-of a critic, the number of updates, and each rank's random generators. It includes only those frozen models that have
-adopted the policy's weights. Each rank copies, writes, hashes and reads only what it has itself.
+A checkpoint holds, for the policy and a critic, the float32 main weights, the optimizer's moments and step, and the
+learning-rate schedule; further the number of updates and each rank's random generators. It includes frozen models only
+if they have adopted the policy's weights. Each rank copies, writes, hashes and reads only its own part.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ from services.trainer.model.policy_model import StageModel
 COMMON = "common.json"
 """File name of the state that all ranks share."""
 POLICY = "policy"
-"""Name of the policy's part; of the critic's, in checkpoints of a critic service."""
+"""Name of the policy's part; in a critic service's checkpoints, of the critic's part."""
 CRITIC = "critic"
 """Name of the critic's part."""
 
@@ -83,23 +83,23 @@ class Stateful:
     """The parts of a learner that a checkpoint holds."""
 
     policy: TrainedModel
-    """The policy; the critic, of a critic service."""
+    """The policy; in a critic service, the critic."""
     critic: TrainedModel | None
     """The critic, if the algorithm has one."""
     frozen: Mapping[str, FrozenModel]
     """The frozen models of the trainer's ranks, by role."""
     step: int
-    """Number of the step after which these are the weights."""
+    """Number of the last completed step."""
     world: World
     """This rank's place in the world."""
     optimizer_steps: int
     """Number of updates that have changed the weights."""
     moments: bool = True
-    """True if its checkpoints have the optimizers' moments."""
+    """True if checkpoints include the optimizers' moments."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the last step, stored here if nowhere else."""
+    """Metrics of the last step; empty if they are stored elsewhere."""
     skipped_in_a_row: int = 0
-    """Number of consecutive skipped updates, stored here if nowhere else."""
+    """Number of consecutive skipped updates; 0 if it is stored elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class Loaded:
     optimizer_steps: int
     """Number of updates that have changed the weights."""
     metrics: dict[str, float]
-    """Metrics of the last step, stored here if nowhere else."""
+    """Metrics of the last step; empty if they are stored elsewhere."""
     skipped_in_a_row: int
-    """Number of consecutive skipped updates, stored here if nowhere else."""
+    """Number of consecutive skipped updates; 0 if it is stored elsewhere."""
 
 
 class Kept:
@@ -121,7 +121,7 @@ class Kept:
         self.memory = HostMemory()
         self._boxes: dict[str, Boxes] = {}
         self.in_use = False
-        """True if a snapshot isn't written yet."""
+        """True while a snapshot that uses the memory isn't written yet."""
 
     def boxes(self, model: Any, name: str) -> Boxes:
         """Return `boxes_of` a model, computed once."""
@@ -141,12 +141,12 @@ def _fill(state: Stateful) -> None:
 
 
 def _plan(state: Stateful, copies: HostCopies, kept: Kept) -> PartFiles:
-    """Plan this rank's files of a state that is filled. Raises RuntimeError: the host has no memory for the copies."""
+    """Plan this rank's files; call `_fill` before. Raises RuntimeError: the host has no memory for the copies."""
     return PartFiles(list(_stored(state, kept)), state.world.rank, read_generators(), copies)
 
 
 class Snapshot:
-    """The state at construction, being written to disk.
+    """A snapshot of the state at construction, to be written to disk.
 
     Training may continue meanwhile, but weights and optimizer state must not change before `copies` are complete.
     """
@@ -157,7 +157,7 @@ class Snapshot:
         kept.in_use = True
         self.copies = HostCopies(state.world.device, kept.memory)
         _fill(state)
-        # Without an indent, for which json makes reference cycles.
+        # No indent: with one, json creates reference cycles.
         self._common = json.dumps(_common(state)).encode() if state.world.rank == 0 else b""
         self._files = _plan(state, self.copies, kept)
         self.nbytes = self._files.nbytes + len(self._common)
@@ -168,7 +168,7 @@ class Snapshot:
         """Write this rank's files and wait until they are on disk. Runs in a thread beside training.
 
         Returns:
-            Their sizes and checksums by name; see `checkpoint_folders.describe`.
+            The files' sizes and checksums by name; see `checkpoint_folders.describe`.
 
         Raises:
             Exception: copying or writing failed, for example with OSError.
@@ -201,7 +201,7 @@ class Checkpointed(ABC):
     """The last step that it was trained on; 0 before the first."""
 
     def __init__(self, world: World, timeout_seconds: float) -> None:
-        """`timeout_seconds`: deadline of a snapshot's copies, for which changes of the state wait."""
+        """`timeout_seconds`: deadline of a snapshot's copies; changes of the state wait for them."""
         self.world = world
         """This rank's place in the world."""
         self._timeout_seconds = timeout_seconds
@@ -221,7 +221,7 @@ class Checkpointed(ABC):
         """Return the content of a step's checkpoint."""
 
     def prepare_snapshots(self) -> None:
-        """Plan a snapshot without taking it, so that the first one finds its boxes and memory ready."""
+        """Prepare boxes and memory for the first snapshot, by planning one without taking it."""
         state, kept = self._stateful(self.step), self._kept
         _fill(state)
         _plan(state, HostCopies(state.world.device, kept.memory), kept)
@@ -290,13 +290,13 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded
             restored.
 
     Raises:
-        CheckpointError: it doesn't fit this model, or has no critic of this step.
+        CheckpointError: the checkpoint doesn't fit this model, or has no critic of this step.
         DiskWorkFailed, DiskStalled: another rank couldn't read its part.
     """
     common = _read_common(folder, state.world.disk)
     if state.critic is not None:
         _check_critic(state, folder, common)
-    has_moments = common.get("moments", True)  # of an earlier release there is no such entry
+    has_moments = common.get("moments", True)  # earlier releases wrote no such entry
     wanted: list[Wanted] = []
     for name, trained in _trained(state).items():
         fill(trained.optimizer)
@@ -314,7 +314,7 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded
         if not has_moments:
             reset_moments(trained.optimizer)
     for name, trained in _trained(state).items():
-        trained.schedule.num_steps = 0  # Megatron adds the checkpoint's steps to those that the schedule has
+        trained.schedule.num_steps = 0  # Megatron adds the checkpoint's steps to the schedule's
         trained.schedule.load_state_dict(common[name]["schedule"])
     for frozen in refreshed:
         frozen.refreshed = True
@@ -340,7 +340,7 @@ def _weights(model: Any, name: str) -> list[Wanted]:
 
 
 def _wanted(pieces: Pieces) -> list[Wanted]:
-    """Return the load targets of pieces: `write_groups` has made tensors of numbers with scales."""
+    """Return the load targets of pieces. `write_groups` has replaced `Float8Values` by tensors."""
     return [Wanted(piece, cast(Tensor, tensor)) for piece, tensor, _ in pieces]
 
 
@@ -352,10 +352,10 @@ def _read(wanted: list[Wanted], folder: Path, world: World, *, generators: bool)
 
 
 def _read_common(folder: Path, disk: DiskWork) -> dict[str, Any]:
-    """Read what isn't of one rank. All ranks call it together.
+    """Read the state that all ranks share. All ranks call it together.
 
     Raises:
-        CheckpointError: it is in an earlier format.
+        CheckpointError: the checkpoint is in an earlier format.
     """
     with disk.all_ranks(f"reading {folder}"):
         if (folder / "common.pt").exists():
@@ -368,7 +368,7 @@ def _read_common(folder: Path, disk: DiskWork) -> dict[str, Any]:
 
 
 def _check_critic(state: Stateful, folder: Path, common: dict[str, Any]) -> None:
-    """Raise CheckpointError unless a checkpoint has a critic, and of the policy's step."""
+    """Raise CheckpointError unless a checkpoint has a critic of the policy's step."""
     found = common.get(CRITIC)
     if found is None:
         raise CheckpointError(

@@ -1,4 +1,7 @@
-"""The model families that the trainer supports: one file each, named after its `model_type`. See docs/models.md."""
+"""The model families that the trainer supports: one file each, named after its `model_type`, with the `Family` FAMILY.
+
+docs/models.md says how to add one.
+"""
 
 import json
 import pkgutil

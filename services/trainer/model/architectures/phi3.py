@@ -14,13 +14,13 @@ def read(config: Config) -> Architecture:
     """Read a config.json of this family."""
     layer = "full_attention" if config.get("sliding_window") is None else "sliding_attention"
     shape = decoder(config, **windows(config, [layer] * config["num_hidden_layers"]))
-    if shape.rope.scaling != "default":  # what Phi's releases call "yarn" is LongRoPE
+    if shape.rope.scaling != "default":  # Phi's "yarn" is LongRoPE
         raise ModelError(f'rope_type is "{shape.rope.scaling}": only "default" is supported')
     return shape
 
 
 class FusedQueryKeyValue:
-    """`QueryKeyValue` of one tensor: all queries, all keys, all values."""
+    """`QueryKeyValue` from one fused tensor: all queries, then all keys, then all values."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
@@ -35,7 +35,7 @@ class FusedQueryKeyValue:
 
 
 class FusedGateUp:
-    """`ShardedRows` of one tensor: gate, up."""
+    """`ShardedRows` from one fused tensor: gate, then up."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:

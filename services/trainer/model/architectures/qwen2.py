@@ -12,7 +12,7 @@ def read(config: Config) -> Architecture:
 
 
 def qwen_windows(config: Config) -> dict[str, Any]:
-    """Return the fields `window` and `windowed`: with `use_sliding_window`, layers from `max_window_layers` on."""
+    """Return the fields `window` and `windowed`: `use_sliding_window` limits layers from `max_window_layers` on."""
     sliding, layers = config.get("use_sliding_window", False), config["num_hidden_layers"]
     first = config.get("max_window_layers", 28) if sliding else layers
     types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]

@@ -10,7 +10,7 @@ from services.trainer.model.architectures.qwen3_vl import as_in, tower, with_sec
 from services.trainer.model.family import Config, Family
 
 SECTIONS = (11, 11, 10)
-"""Default of `mrope_section`."""
+"""Default of `mrope_section`: numbers of frequencies for time, row and column."""
 
 
 def read(config: Config) -> Architecture:

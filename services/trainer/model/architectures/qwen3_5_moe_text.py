@@ -1,6 +1,6 @@
-"""The decoder of Qwen3.5 with a mixture of experts: that of Qwen3.5 with the experts of Qwen3-Next.
+"""The decoder of Qwen3.5 with a mixture of experts: the dense Qwen3.5's, with the experts of Qwen3-Next.
 
-Its files have all experts of a layer in one tensor, [experts, outputs, inputs].
+Its files stack all experts of a layer in one tensor, [experts, outputs, inputs].
 """
 
 from services.trainer.model.architecture import Architecture

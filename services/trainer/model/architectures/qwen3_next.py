@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta nets in most layers, gated attention in the others, experts with a shared one in all.
 
-The heads for further tokens (`mtp.`) are not trained, not sent and not exported.
+The heads that predict further tokens (`mtp.`) are not trained, sent or exported.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def hybrid(config: Config, **switches: Any) -> Architecture:
 
 
 class KeyHeads:
-    """Sharding by whole key heads of a delta net, with each head's rows of all parts one after the other."""
+    """Layout in which each rank has whole key heads of a delta net: for each head, its rows of every part."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
@@ -67,7 +67,7 @@ class KeyHeads:
 
 
 class FusedKeyHeads:
-    """`KeyHeads` whose first part is all queries, all keys, all values."""
+    """`KeyHeads` whose first part is a fused tensor: all queries, then all keys, then all values."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
@@ -110,11 +110,11 @@ DELTA_NET = tuple(
         ("linear_out.weight", ShardedColumns, "out_proj.weight", "hidden delta_values"),
     )
 )
-"""A gated delta net without its first projection."""
+"""Rules of a gated delta net, except its first projection."""
 
 
 def rules(shape: Architecture, layer: int, projection: Rule = INPUT) -> tuple[Rule, ...]:
-    """Return the rules of a layer; `projection` is that of a delta net's first one."""
+    """Return the rules of a layer; `projection`: the rule of a delta net's first projection."""
     assert shape.delta_net is not None
     attention = (projection, *DELTA_NET) if shape.delta_net.layers[layer] else attention_rules(shape)
     return (*NORMS, *attention, *mlp_rules(shape))

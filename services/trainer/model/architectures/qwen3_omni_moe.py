@@ -1,6 +1,6 @@
-"""The thinker of Qwen3-Omni (arXiv 2509.17765): Qwen3-MoE with interleaved M-RoPE, which sees and hears.
+"""The thinker of Qwen3-Omni (arXiv 2509.17765): Qwen3-MoE with interleaved M-RoPE, a vision and an audio tower.
 
-The talker and what makes waves of its codes are not trained, not sent and not exported.
+The talker and its waveform decoder are not trained, sent or exported.
 """
 
 from dataclasses import replace

@@ -8,7 +8,7 @@ from services.trainer.model.architecture import VISUAL, Architecture, ModelError
 from services.trainer.model.family import Config, Family, decoder
 
 SECTIONS = (24, 20, 20)
-"""Default of `mrope_section`."""
+"""Default of `mrope_section`: numbers of frequencies for time, row and column."""
 
 
 def read(config: Config) -> Architecture:
@@ -28,7 +28,7 @@ def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
 
     Args:
         config: the model's configuration.
-        text: that of the decoder.
+        text: the decoder's configuration.
         switches: further fields of `Architecture`.
 
     Raises:
@@ -40,7 +40,7 @@ def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
 
 
 def as_in(config: Config, text: Config) -> Config:
-    """Return a decoder's configuration with the model's tie_word_embeddings, as transformers reads it."""
+    """Return a decoder's configuration with the model's model_type and, as in transformers, tie_word_embeddings."""
     return {**text, "model_type": config["model_type"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
 
 
@@ -69,7 +69,7 @@ def tower(
     source: str,
     output: str = "out_hidden_size",
 ) -> TowerArchitecture:
-    """Read a tower.
+    """Read the architecture of a tower.
 
     Args:
         shape: the decoder.

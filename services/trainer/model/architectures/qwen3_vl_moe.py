@@ -1,7 +1,7 @@
 """Qwen3-VL with a mixture of experts (arXiv 2511.21631): the decoder of Qwen3-MoE, the rest as in Qwen3-VL.
 
-Its files have all experts of a layer in one tensor, [experts, inputs, outputs]. transformers reads this form and writes
-[experts, outputs, inputs], which is read here, too.
+Its files stack all experts of a layer in one tensor, [experts, inputs, outputs]. transformers writes [experts, outputs,
+inputs] instead; both forms are read here.
 """
 
 from collections.abc import Sequence

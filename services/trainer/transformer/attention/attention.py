@@ -24,7 +24,7 @@ from services.trainer.transformer.recompute import Recompute
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence, by the kernel of the layout; of each query once, if it has a slice.
+    """Causal attention within each packed sequence, by the layout's kernel; `query_slice` limits the queries, if set.
 
     Layers that Megatron's `window_attn_skip_freq` marks attend only to the last tokens (`window_size`).
     """
@@ -46,7 +46,7 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Attend: query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size].
 
-        If the layout has a slice of the queries, query and output are of its tokens only: of this rank's, or of all.
+        With a `query_slice` in the layout, query and output have only its tokens: this rank's, or all.
         """
         scale = self.scale or query.shape[-1] ** -0.5
         if layout.query_slice is not None:
@@ -95,7 +95,7 @@ class PackedAttention(MegatronModule):
 def slice_by_pieces(
     query: Tensor, key: Tensor, value: Tensor, own: QuerySlice, scale: float, window: int | None
 ) -> Tensor:
-    """Compute `slice_by_varlen` by one masked attention for each piece."""
+    """Return the result of `slice_by_varlen`, computed by a masked attention call for each piece."""
     outputs, queries_end, keys_end = [], 0, 0
     for queries, keys in own.lengths:
         queries_end, keys_end = queries_end + queries, keys_end + keys

@@ -23,9 +23,9 @@ from services.trainer.transformer.attention.sequence_layout import (
 logger = logging.getLogger(__name__)
 
 LENGTHS = (300, 1, 77, 128)
-"""Sequence lengths on which kernels are tried."""
+"""Sequence lengths for trying kernels, in tokens."""
 WINDOW = 100
-"""Window of attention for trying the kernels."""
+"""Attention window for trying kernels, in tokens."""
 
 
 class AttentionUnavailable(RuntimeError):
@@ -49,7 +49,7 @@ def attention_kernel(
         head_size: width of a head.
         configured: `trainer.attention`.
         window: tokens that a token attends to in layers with sliding-window attention, if there are any.
-        sliced: whether a rank attends from a slice of the tokens only (`QuerySlice`).
+        sliced: whether a rank computes the queries of only a slice of the tokens (`QuerySlice`).
 
     Raises:
         AttentionUnavailable: `configured` isn't "auto" and doesn't work, or no kernel computes windows or slices.
@@ -61,7 +61,7 @@ def attention_kernel(
 
 @lru_cache
 def takes_prompts_once(kernel: AttentionKernel, configured: str, head_size: int, windowed: bool) -> bool:
-    """Return whether attention can take the queries of shared prompts once; log it, with the reason if it can't.
+    """Return whether attention can compute a shared prompt's queries only once; log it, with the reason if not.
 
     Args:
         kernel: the kernel for whole sequences.
@@ -69,7 +69,7 @@ def takes_prompts_once(kernel: AttentionKernel, configured: str, head_size: int,
         head_size: width of a head.
         windowed: whether there are layers with sliding-window attention.
     """
-    if kernel == "blocks" or configured == "cudnn":  # on CPUs a call for each sequence costs more than short ones save
+    if kernel == "blocks" or configured == "cudnn":  # on CPUs a call per sequence costs more than it saves
         return False
     flash = _newest_flash_attention(head_size, windowed)
     if failure := _failure(_varlen_in_slices, head_size, windowed):
@@ -122,7 +122,7 @@ def _on_gpu(configured: str, head_size: int, windowed: bool) -> AttentionKernel:
 
 
 def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys each of the last queries attends to: itself and the window - 1 tokens before it.
+    """Return which keys each query attends to: its own and the window - 1 before. Queries belong to the last keys.
 
     Returns:
         bool [queries, keys].
@@ -141,7 +141,7 @@ def varlen_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence by torch's variable-length kernel.
+    """Compute causal attention within each sequence by torch's variable-length kernel.
 
     If a sequence has more keys than queries, the queries belong to its last keys.
 
@@ -149,8 +149,8 @@ def varlen_attention(
         query: bfloat16 [queries, heads, size].
         key: bfloat16 [keys, kv_heads, size]; kv_heads divide heads.
         value: like `key`.
-        begins: int32 [sequences + 1] each: first query and first key of each sequence, and their numbers.
-        longest: queries and keys of the longest sequence.
+        begins: int32 [sequences + 1] each: first query and first key of each sequence, then the total numbers.
+        longest: maximum numbers of queries and of keys in a sequence.
         scale: factor of the scores.
         window: tokens that a token attends to, itself included; None for all before it.
 
@@ -185,7 +185,7 @@ def _grouped_heads() -> dict[str, bool]:
 
 
 def _newest_flash_attention(head_size: int, windowed: bool) -> str:
-    """Make torch's kernel FlashAttention 3 if it is installed and works; return the version in use."""
+    """Switch torch's kernel to FlashAttention 3 if it is installed and works; return the version in use."""
     try:
         from torch.nn import attention
 
@@ -214,7 +214,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Te
 
 
 def _varlen_in_slices(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """Attend from slices that cut sequences."""
+    """Compute attention by query slices that cut sequences."""
     tokens, outputs = sum(LENGTHS), []
     sequences = [((begin, end), np.arange(begin, end)) for begin, end in pairwise(np.cumsum([0, *LENGTHS]).tolist())]
     for begin, end in pairwise((0, 200, 350, tokens)):

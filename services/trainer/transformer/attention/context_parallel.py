@@ -1,6 +1,6 @@
 """Context parallelism: each rank has a slice of the micro-batch's tokens, whatever sequences they belong to.
 
-As in DeepSpeed-Ulysses (arXiv 2309.14509), ranks exchange tokens for heads before attention, and back after it. Each
+As in DeepSpeed-Ulysses (arXiv 2309.14509), ranks exchange tokens for heads before attention, and back after it. A rank
 then has all tokens of some query heads; ranks that have heads of the same key-value head each get a copy of it. If
 heads don't divide evenly among all ranks, only groups of neighbours exchange them. Each group then has the queries of
 some tokens with all heads, and gathers keys and values from all groups.
@@ -35,7 +35,7 @@ def context_ranks(context: dist.ProcessGroup, division: ContextDivision, timeout
 
     Args:
         context: the context-parallel ranks.
-        division: how they share attention.
+        division: how these ranks share attention.
         timeout: deadline of each collective.
     """
     if division.gathering == 1:
@@ -59,7 +59,7 @@ def context_ranks(context: dist.ProcessGroup, division: ContextDivision, timeout
 
 
 def copy_kv_heads(qkv: Tensor, copies: int, head_size: int) -> Tensor:
-    """Divide the query heads of each key-value head, and give each part a copy of it.
+    """Divide the query heads of each key-value head into parts, each with a copy of the key-value head.
 
     Args:
         qkv: [T, kv_heads, (queries + 2) x head_size].

@@ -21,8 +21,8 @@ _BFLOAT16, _FLOAT, _INT32, _INT64 = (getattr(cudnn.data_type, name) for name in 
 
 
 MAX_STATISTICS_RATIO = 4
-"""Statistics are padded to the longest sequence while that takes at most this many times the memory of packed ones.
-Packed statistics make the backward pass slower, by up to a tenth."""
+"""Maximum memory of softmax statistics padded to the longest sequence, relative to packed ones. Beyond it they are
+packed, which makes the backward pass slower by up to a tenth."""
 
 
 def cudnn_attention(
@@ -170,7 +170,7 @@ class _Builder:
         return self.graph.tensor(name=name, dim=dim, stride=[math.prod(dim[i + 1 :]) for i in range(4)], data_type=kind)
 
     def add_heads(self, name: str, *, like: str) -> None:
-        """Add an input [T, heads, size], to cuDNN [sequences, heads, longest, size]."""
+        """Add an input [T, heads, size], which is [sequences, heads, longest, size] for cuDNN."""
         dim, stride, offsets = self.geometry(like)
         self.tensors[name] = self.graph.tensor(
             name=name, dim=dim, stride=stride, data_type=_BFLOAT16, ragged_offset=offsets

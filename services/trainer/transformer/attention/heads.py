@@ -58,7 +58,7 @@ def split_heads(
 
 
 def split_gates(qkv: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Split off the output gates, each of which is behind its query head.
+    """Split off the output gates, each of which follows its query head.
 
     Args:
         qkv: [T, groups, (2 x queries + 2) x head_size].

@@ -32,7 +32,7 @@ class Slots:
     order: Tensor
     """int64 [P]: all slots of the first token, then of the second ..."""
     order_begin: Tensor
-    """int64 [T + 1]: where each token's slots begin in `order`, and P."""
+    """int64 [T + 1]: where each token's slots begin in `order`, then P."""
 
     @classmethod
     def of(cls, token_of_slot: NDArray[np.int64], tokens: int, device: torch.device) -> "Slots":
@@ -116,16 +116,16 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class QuerySlice:
-    """The queries of consecutive tokens, in pieces: those of one sequence. A piece's keys end with its last query's."""
+    """The queries of consecutive tokens, in one piece per sequence. A piece's keys end with its last query's token."""
 
     lengths: tuple[tuple[int, int], ...]
-    """Queries and keys of each piece."""
+    """Numbers of queries and keys of each piece."""
     cu_queries: Tensor
-    """int32 [pieces + 1]: first query of each piece, and the slice's tokens."""
+    """int32 [pieces + 1]: first query of each piece, then the number of queries."""
     cu_keys: Tensor
-    """int32 [pieces + 1]: first slot of each piece, and the slots."""
+    """int32 [pieces + 1]: first slot of each piece, then the number of slots."""
     slots: Slots
-    """The keys' slots, of all tokens of the row."""
+    """Slots of the keys; their tokens are numbered within the whole row."""
 
 
 def query_slice(
@@ -138,8 +138,8 @@ def query_slice(
     """Make the slice of the tokens from `begin` to before `end`.
 
     Args:
-        sequences: begin and end of each sequence's own tokens, one after the other, and the places of all its tokens.
-        tokens: tokens of the row.
+        sequences: for each sequence, begin and end of its own tokens, and the places of all its tokens.
+        tokens: number of tokens in the row.
         begin: first token of the slice.
         end: token after the slice.
         device: device of the indices.
@@ -163,17 +163,17 @@ AttentionKernel = Literal["blocks", "varlen", "cudnn"]
 """The implementation of attention: torch's scaled_dot_product_attention on padded blocks, torch's variable-length
 kernel, or cuDNN's kernel for packed sequences."""
 MAX_PADDING = 0.25
-"""Largest share of padding tokens in a padded attention call."""
+"""Maximum padding tokens of a padded attention call, relative to its other tokens."""
 MAX_LENGTH_RATIO = 16
 """Maximum ratio of the longest to the shortest sequence in one cuDNN call."""
 MIN_SEQUENCES = 8
 """Minimum number of shorter sequences for a separate cuDNN call."""
 MIN_LENGTH = 128
-"""Number of tokens up to which cuDNN takes the same time for all sequences."""
+"""Sequence length, in tokens, up to which cuDNN's time doesn't depend on the length."""
 MIN_SAVING: dict[AttentionKernel, float] = {"cudnn": 3.0, "varlen": 1.25, "blocks": 1.25}
-"""Minimum ratio of attention's work with a copy of the prompt for each sample to its work with the queries of shared
-prompts computed once; above it, they are computed once. On GPUs torch's kernel does that, which reached 247 to 330
-TFLOP/s in a probe, cuDNN's 577 to 597."""
+"""By kernel, the minimum saving for which the queries of shared prompts are computed once: attention's work with a copy
+of the prompt per sample, relative to its work without copies. On GPUs torch's kernel computes them once; in a probe it
+reached 247 to 330 TFLOP/s, cuDNN's 577 to 597."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class CudnnBatch:
     """
 
     count: int
-    """Sequences."""
+    """Number of sequences, with the added empty ones."""
     longest: int
     """Upper bound of the lengths, in tokens."""
     lengths: Tensor
@@ -198,12 +198,12 @@ class DeepStack:
     """Rows of a tower that the first layers add to the hidden states (arXiv 2406.04334)."""
 
     places: Tensor
-    """int64 [M]: tokens, by number in this rank's slice."""
+    """int64 [M]: index of each row's token in this rank's slice."""
     rows: Sequence[Tensor]
     """[M, hidden] for each of the first layers."""
 
     def add(self, hidden: Tensor, layer: int) -> Tensor:
-        """Return the hidden states [T, 1, hidden] after a layer, which is numbered over the whole model from 0."""
+        """Return a layer's output [T, 1, hidden] plus the layer's rows; `layer` counts from 0 over the whole model."""
         if layer >= len(self.rows):
             return hidden
         return hidden.index_add(0, self.places, self.rows[layer].unsqueeze(1).to(hidden.dtype))
@@ -214,7 +214,7 @@ class SequenceLayout:
     """Places of a packed micro-batch's sequences, in the forms that attention needs: T tokens, P slots."""
 
     cu_seqlens: Tensor
-    """int32 [sequences + 1]: first slot of each sequence, and P."""
+    """int32 [sequences + 1]: first slot of each sequence, then P."""
     longest: int
     """Tokens of the longest sequence."""
     kernel: AttentionKernel
@@ -226,12 +226,12 @@ class SequenceLayout:
     as_packed: bool
     """True if packed and scattered tokens are the same, so that none has to be moved."""
     slots: Slots
-    """The slots. A sequence is padded to its block with its own tokens."""
+    """The slots. A sequence's tokens are repeated to pad it to its block."""
     shared: bool
     """True if any token is in more than one sequence."""
     query_slice: QuerySlice | None
-    """The queries of this rank's tokens, each once: if it has a slice of the tokens in attention, or samples share long
-    prompts. What is above isn't used then."""
+    """The queries of this rank's tokens, each once, if ranks divide attention's queries or samples share long prompts;
+    it replaces the fields above. None: attention uses the fields above."""
     context: ContextRanks
     """The ranks with which this rank shares attention."""
     router: RouterInputs
@@ -239,7 +239,7 @@ class SequenceLayout:
     chunks: ChunkTree | None
     """The sequences' chunks, in a model with gated delta nets."""
     deepstack: DeepStack | None = None
-    """Rows of media that the first layers add, in a model for them."""
+    """Rows of media that the first layers add; None without media."""
 
 
 def sequence_layout(
@@ -261,7 +261,7 @@ def sequence_layout(
             one padded block, for one attention call instead of one per sequence.
         router: inputs of the routers, in a mixture of experts.
         context: the ranks with which this rank shares attention, if there are any; they divide the tokens.
-        prompts_once: take the queries of shared prompts once where that saves much.
+        prompts_once: compute the queries of shared prompts once if that saves at least MIN_SAVING.
         convolution: tokens that a token's convolution reads in gated delta nets, itself included; 0: there are none.
     """
     context = context or ContextRanks()
@@ -298,11 +298,11 @@ def sequence_layout(
 
 
 def _saving(lengths: Sequence[int], own_lengths: Sequence[int]) -> float:
-    """Return the pairs of queries and keys of whole sequences over the pairs with each token's query once.
+    """Return the ratio of query-key pairs in whole sequences to the pairs with each token's query once.
 
     Args:
         lengths: tokens of each sequence.
-        own_lengths: those that are stored with it.
+        own_lengths: tokens stored with each sequence, without prompts stored elsewhere.
     """
     whole, own = np.array(lengths, np.float64), np.array(own_lengths, np.float64)
     return float((whole**2).sum() / (own * (2 * whole - own)).sum())
@@ -326,7 +326,7 @@ def _blocks(lengths: Sequence[int]) -> list[list[int]]:
 def cudnn_batches(lengths: Sequence[int], device: torch.device) -> tuple[CudnnBatch, ...]:
     """Divide consecutive sequences among cuDNN calls.
 
-    For every sequence, a call starts programs for as many tokens as the longest has; most of a short sequence's
+    A call starts the same number of programs for each sequence, enough for the longest; most of a short sequence's
     programs are idle. So a long sequence doesn't share a call with much shorter ones.
     """
     begins, batches = np.cumsum([0, *lengths]), []

@@ -14,8 +14,8 @@ from torch import Tensor
 BLOCK = 1024
 """Columns per program."""
 TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
-"""Tile of a matrix's gradient, and rows summed at a time. Two such programs fit on a multiprocessor of an H100, so that
-one multiplies while the other adds its tile to the gradient."""
+"""Tile sizes of a matrix's gradient, and number of rows summed at a time. Two such programs fit on a multiprocessor
+of an H100, so that one multiplies while the other adds its tile to the gradient."""
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _add_grouped_products(
 
 
 def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-    """total[e] += left[rows of e].T @ right[rows of e]; see `products.add_grouped_products_`."""
+    """Add left[rows of e].T @ right[rows of e] to total[e]; see `products.add_grouped_products_`."""
     experts, m, n = total.shape
     grid = (triton.cdiv(m, TILES["BLOCK_M"]) * triton.cdiv(n, TILES["BLOCK_N"]), experts)
     _add_grouped_products[grid](total, left, right, ends, m, n, **TILES)

@@ -15,10 +15,10 @@ from torch import Tensor
 BLOCK = 1024
 """Columns per SwiGLU program."""
 PROGRAMS = 1056
-"""Programs that share the tokens in the heads' backward pass: eight per multiprocessor of an H100. Each sums its part
-of the norms' gradients."""
+"""Maximum number of programs in the heads' backward pass: eight per multiprocessor of an H100. Each sums its part of
+the norms' gradients."""
 ROWS = 16
-"""Heads per iteration of such a program."""
+"""Number of heads that a program of the heads' backward pass handles per iteration."""
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def sum_copies(x: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
 
 
 NORM_PROGRAMS = 528
-"""Programs that share the rows in the backward pass: four per multiprocessor of an H100. Each sums its part of the
+"""Maximum number of programs in the norm's backward pass: four per multiprocessor of an H100. Each sums its part of the
 weight's gradient."""
 
 

@@ -1,6 +1,4 @@
-"""Matrix products: each expert's rows times its own matrix for all experts at once, and products of bfloat16 matrices
-in float32.
-"""
+"""Matrix products: grouped products, of each expert's rows with its matrix, and bfloat16 products in float32."""
 
 import logging
 from functools import lru_cache
@@ -108,7 +106,7 @@ def _parts(ends: Tensor) -> list[tuple[int, slice]]:
 
 
 def float32_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right.T in float32: products of bfloat16 are exact in it, and so only sums are rounded.
+    """Return left @ right.T in float32, in which products of bfloat16 numbers are exact: only sums are rounded.
 
     Args:
         left: [n, k], bfloat16 or float32.

@@ -1,6 +1,4 @@
-"""SwiGLU (arXiv 2002.05202) between the two products of an MLP, and that of experts, each row multiplied by its router
-weight.
-"""
+"""SwiGLU (arXiv 2002.05202) between an MLP's two products; for experts, rows are also multiplied by router weights."""
 
 from typing import Any
 

@@ -31,12 +31,11 @@ class Router(MegatronModule):
 
     Attributes:
         load: int64 [experts], tokens routed to each expert on this rank since `reset_counters`.
-        losses: float32 [3], sums since then over micro-batches: weight times load-balancing loss, weight times z-loss,
-            and weight.
-        replays: whether it uses the experts that a micro-batch brings.
-        replaced: int64 [], choices since then that were given and that it would have made differently.
-        recorded: uint8 or int16 [T, top_k], the experts of each pass in order, while they are recorded; see
-            `recording`.
+        losses: float32 [3], sums over micro-batches since `reset_counters`: weight times load-balancing loss, weight
+            times z-loss, and weight.
+        replays: True if the router uses the experts given with a micro-batch.
+        replaced: int64 [], number of given experts since `reset_counters` that the router would not have chosen.
+        recorded: uint8 or int16 [T, top_k] for each pass: the chosen experts; None outside of `recording`.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -60,8 +59,8 @@ class Router(MegatronModule):
         Args:
             x: [T, hidden].
             weight: `RouterInputs.weight`.
-            experts: integers [T, top_k], the experts to use; where they are negative, and by default, those with the
-                highest scores.
+            experts: integers [T, top_k], the experts to use; where negative, and by default, the experts with the
+                highest scores are used.
         """
         logits = float32_logits(x, self.weight)
         highest = logits.detach().topk(self.config.moe_router_topk, dim=-1)
@@ -185,7 +184,7 @@ def recorded_experts(
     # [this rank's tokens of all micro-batches, this stage's layers, top_k]; padding may come after the micro-batches
     own = torch.stack([torch.cat(router.recorded or []) for router in routers], 1)
     counts = world.layout.pipeline_layers or (own.shape[1],) * world.pp_size
-    # Padded to the layers of the largest stage: all ranks gather as much.
+    # Padded to the layers of the largest stage, so that all ranks gather the same size.
     own = torch.cat((own, own.new_zeros(len(own), max(counts) - own.shape[1], own.shape[2])), 1)
     groups = (
         parallel_state.get_tensor_model_parallel_group(),
@@ -220,7 +219,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reset_counters(routers: Sequence[Router]) -> None:
-    """Reset what the routers have counted."""
+    """Set the routers' counters to zero."""
     for router in routers:
         router.load.zero_()
         router.losses.zero_()
@@ -240,8 +239,8 @@ def routing_metrics(routers: Sequence[Router], world: World, *, with_losses: boo
         expert_load_mean: the same ratio, averaged over layers.
         expert_load_empty: share of the experts without tokens.
         expert_dropped: share of the tokens dropped for lack of capacity: always 0.
-        expert_replaced: share of the choices that were replayed and that the routers would have made differently; with
-            routing replay only.
+        expert_replaced: share of the choices that were replayed and differ from the routers' own; only with routing
+            replay.
         expert_balance_loss, expert_z_loss: the losses without their coefficients, averaged over layers.
     """
     layers = sum(world.layout.pipeline_layers) or len(routers) * world.pp_size

@@ -21,8 +21,8 @@ class RouterInputs:
     """Total weight of the micro-batch's tokens in the step's loss. It scales the routers' own losses, so that they are
     averaged over a step like the tokens' loss."""
     experts: Tensor | None = None
-    """int16 [layers of this stage, T, top_k], T being this rank's tokens: experts that were chosen before, for routers
-    that replay them (`Router.replays`). Where they are negative the router chooses. The weights are always its own."""
+    """int16 [layers of this stage, T, top_k], T being this rank's tokens: experts chosen earlier, for routers that
+    replay them (`Router.replays`). Where they are negative, the router chooses. It always computes the weights."""
 
 
 @dataclass(frozen=True)
