@@ -1,7 +1,8 @@
 """Table of the engines that hold a run's models. The setting `engine` of a section chooses one by name.
 
-The table decides an engine's settings and hardware, how it pauses and receives weights, and which errors name it. No
-other code compares engines' names. docs/engines.md, "Adding an engine", says what else an engine needs.
+The table says for each engine which settings it takes, which hardware it needs, how it pauses and how it receives
+weights. Error messages list engines from it. No other code compares engines' names. docs/engines.md, "Adding an
+engine", says what else an engine needs.
 """
 
 from collections.abc import Callable, Mapping

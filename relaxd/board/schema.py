@@ -110,8 +110,8 @@ OLD_LOGPROBS = "old_logprobs"
 """Column that the trainer computes at a step's beginning: for the loss, if the step has several updates, or for
 advantages that need it."""
 VALUES = "values"
-"""Column of runs with a critic service; otherwise the trainer's critic, if there is one, computes it before a step's
-first update."""
+"""Column of the critic's values, one per token. A critic service writes it, if the run has one; else the trainer's
+critic, if there is one, computes it before a step's first update."""
 CRITIC_STATE = "critic_state"
 """Column of a critic service's state when it gave `VALUES`."""
 RETURNS = "returns"

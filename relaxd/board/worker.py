@@ -116,7 +116,7 @@ class StageWorker:
         return len(self._held)
 
     def hold(self, group_id: str) -> Delivery | None:
-        """Return the newest hold of a group; None if the group isn't held."""
+        """Return the newest delivery of a group that this worker holds; None if it doesn't hold the group."""
         return self._held.get(group_id)
 
     @property

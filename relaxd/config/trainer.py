@@ -20,7 +20,8 @@ class MoEConfig(Section):
     """Weight of the router's z-loss (ST-MoE, arXiv 2202.08906, equation 5), which keeps its logits small. Added like
     the load-balancing loss. 0 turns it off."""
     freeze_router: bool = False
-    """Keep the routers fixed, so that tokens stay with their pretrained experts."""
+    """Don't train the routers: they keep their pretrained weights. Tokens may still change experts as other weights
+    change."""
 
 
 class OptimizerConfig(Section):

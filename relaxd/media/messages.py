@@ -1,5 +1,7 @@
-"""Messages of conversations, in the form for rewards and as protos; and the text inside tags and outside of
-thinking."""
+"""Messages of conversations: conversion between the form that rewards get and protos.
+
+Also extracts the text between tags such as <answer>, and removes thinking from responses.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

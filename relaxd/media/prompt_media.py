@@ -256,7 +256,7 @@ class PromptMedia:
 
     @classmethod
     def of(cls, items: Sequence[NormalMedia]) -> "PromptMedia":
-        """Create them from items in normal form."""
+        """Create a prompt's media from items in normal form."""
         return cls.of_stored([StoredMedia.of(item) for item in items])
 
     @classmethod

@@ -16,8 +16,8 @@ PEAK_FLOPS: Mapping[str, float] = {
 }
 """Dense bf16 FLOP/s of a GPU on an SXM board, by a word of its name; GPUs on other boards are slower."""
 SOUND_CHUNK = (50, 25, 13)
-"""Frames per second of sound after each convolution of an audio tower, which begins with 100; the last 13 are
-tokens."""
+"""Number of frames left of one second of sound (100 frames) after each convolution of an audio tower. The last ones are
+the tokens."""
 SOUND_WINDOW = 104
 """Number of tokens in an attention window of the audio tower: 800 frames of the spectrogram."""
 

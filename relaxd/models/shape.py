@@ -93,7 +93,7 @@ class DeltaNetSizes:
     """The gated delta nets of a model."""
 
     layers: tuple[bool, ...]
-    """True for each layer that has one in place of attention."""
+    """For each layer, True if it has a gated delta net instead of attention."""
     key_heads: int
     """Heads of queries and keys."""
     value_heads: int

@@ -15,7 +15,7 @@ from types import TracebackType
 from opentelemetry import trace
 
 INDENT = "    "
-"""Beginning of further lines of a record, so that no text can pass for another record."""
+"""Indentation of a record's second and later lines, so that no text can pass for another record."""
 
 
 class _Formatter(logging.Formatter):

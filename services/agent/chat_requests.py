@@ -85,7 +85,10 @@ class ChatAnswer:
 
 
 def answer_message(parsed: ParsedReply, text: str) -> Message:
-    """Return the message for the program. If no tool call is readable, unreadable calls stay in its text."""
+    """Return the message to send to the program that asked, without reasoning_content.
+
+    If parsing failed and found no tool call, its content is the reply's whole text.
+    """
     message = parsed.message
     message.pop("reasoning_content", None)
     if parsed.problem and not parsed.calls:

@@ -157,7 +157,10 @@ class Refusal(Exception):
 
 
 def guard(viewers: Viewers, hosts: Collection[str]) -> Any:
-    """Return the middleware. `hosts`: the server's host names in browsers, besides loopback's."""
+    """Return aiohttp middleware that checks requests' hosts and, for the API, viewers. It answers errors as JSON.
+
+    `hosts`: host names under which browsers may open the console, besides those of loopback.
+    """
     allowed = LOOPBACK_NAMES | {host.lower() for host in hosts}
 
     @web.middleware

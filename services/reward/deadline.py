@@ -10,7 +10,10 @@ END_SECONDS = 0.001
 
 
 class Deadline:
-    """Raises TimeoutError out of its block after `seconds`, not counting pauses. Lives in one event loop."""
+    """Async context manager: cancels its block after `seconds` and raises TimeoutError. Pauses don't count.
+
+    Use it in one event loop.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()

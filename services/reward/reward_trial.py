@@ -33,7 +33,7 @@ from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool, Work
 NOT_YET = (
     "the reward asks the judge, whose replicas are there only in a run; a server at roles.judge.address would be asked"
 )
-"""Error of a sample whose reward asks a judge in replicas."""
+"""Error of a sample whose reward asks the judge, if the judge runs as replicas, which a trial doesn't start."""
 NOT_TRIED = "not tried, because the reward took too long for samples before it"
 """Error of samples that were left out."""
 

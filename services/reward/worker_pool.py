@@ -323,7 +323,7 @@ class WorkerPool:
             raise PoolClosedError("the pool of reward workers was closed")
 
     def _describe_exit(self, error: ChildExited) -> str:
-        """Return a worker's end in words, and whether it lacked memory."""
+        """Describe a worker's exit for messages: signal or exit code, and a hint if it ran out of memory."""
         code = error.exit_code
         reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         if any(name in line for line in error.last_lines[-10:] for name in ("bad_alloc", "MemoryError")):

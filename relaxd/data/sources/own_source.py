@@ -67,7 +67,10 @@ class OwnRows:
 
 
 def _text(value: Any) -> str:
-    """Return a comparable text for a value that JSON lacks: an object's repr may contain its address."""
+    """Return a text for a value that JSON can't represent: bytes as hex, other objects by their type's name.
+
+    The digest needs the same text in each process; an object's repr may contain its address.
+    """
     return value.hex() if isinstance(value, bytes) else type(value).__name__
 
 

@@ -144,7 +144,10 @@ class Examples(OnDemand[Example]):
             return None
 
     def content(self) -> Iterator[bytes]:
-        """Yield the stored bytes of the rows, which differ if a row has changed."""
+        """Yield the stored bytes of the rows, for a digest that shows changed data.
+
+        A user's own source yields its rows as JSON, and at most `own_source.DIGESTED` of them.
+        """
         return self._rows.content(range(len(self._rows)))
 
     def scan(self) -> Iterator[Example | None]:

@@ -45,7 +45,7 @@ class TextArenaGame(Environment):
         self._moves = 0
 
     def open(self, sample: Sample) -> str | None:
-        """Start a game with the group's seed. The model's first observation follows the prompt."""
+        """Start a game with the group's seed. Returns the first observation, which the model sees after the prompt."""
         with seeding:
             self._game.reset(num_players=self._players, seed=sample.seed % SEEDS)
         return self._observation(done=False)[0]

@@ -88,10 +88,14 @@ def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[
 
 
 def _seen_whole(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
-    """For a replica that wants whole GPUs, return the whole-GPU holders that exclude it, by UUID, and the GPUs to
-    prefer.
+    """Return the holders that keep a replica from whole GPUs, by UUID, and the GPUs that it should prefer.
 
-    `holders`: the replicas that hold whole GPUs, by record; `_excluding_parts` handles shares.
+    Considers only holders of whole GPUs; `_excluding_parts` considers those of shares.
+
+    Args:
+        role: the replica's role.
+        holders: ids of the replicas that hold whole GPUs, by record.
+        shared: True if the run is colocated.
     """
     own = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(OWN)}
     engines = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(SHARED)}

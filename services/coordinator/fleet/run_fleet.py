@@ -36,7 +36,8 @@ class Fleet:
         self._failing: dict[str, float] = {}
         """Clock time of each role's first failure since it last worked."""
         self._excluded: frozenset[str] = frozenset()
-        """Ids of engines that are excluded from weight synchronisation: their old version must not close the gate."""
+        """Ids of engines excluded from weight synchronisation. The admission gate ignores their old weight versions,
+        which would stop the publishing of prompts."""
         self.given_up: frozenset[str] = frozenset()
         """Instances that health has given up."""
 

@@ -170,9 +170,19 @@ class RunAlarms:
         step: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        """The functions return current values. `record`: the run's record; `health`: its health record; `held_up`: the
-        wait that delays it; `wrong_weights`: argument of `weight_problems`; `user_messages`: messages of users' code;
-        `step`: the last step; `clock`: Unix time."""
+        """Create the alarms of one run.
+
+        Args:
+            config: the run's configuration.
+            folder: the run's folder.
+            record: returns the run's current record.
+            health: returns its current health record.
+            held_up: returns the wait that delays the run; None if there is none.
+            wrong_weights: returns problems by engine id, or by "" for groups generated with wrong weights.
+            user_messages: returns messages of users' code.
+            step: returns the last step.
+            clock: returns the Unix time.
+        """
         self._config = config
         self._folder = folder
         self._record = record

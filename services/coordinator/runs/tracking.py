@@ -50,8 +50,8 @@ sys.modules["relaxd"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 runpy.run_module({MODULE!r}, run_name="__main__")
 """
-"""Program for another interpreter. It imports relaxd from its file: an import path could add this interpreter's
-packages."""
+"""Program that runs MODULE in the interpreter of tracking.python. It imports relaxd by its path; adding the folder with
+relaxd to sys.path could make this interpreter's packages importable, too."""
 
 
 class Tracking:

@@ -145,7 +145,7 @@ class HandoffFailures:
         self._failures: dict[str, HandoffFailure] = {}
 
     def failed(self, replica_id: str, action: str, error: str, began: float) -> None:
-        """Record a failed call and the time of its beginning, by the clock."""
+        """Record a failed call that began at time `began`. Repeated failures of one action keep the first time."""
         before = self._failures.get(replica_id)
         first = before.began if before is not None and before.action == action else began
         self._failures[replica_id] = HandoffFailure(action, error, first, self._clock())

@@ -146,7 +146,7 @@ class WeightSync:
         return RoleFailure(ROLLOUT, first.instance, text)
 
     def involves(self, replica_id: str) -> bool:
-        """Return whether a synchronisation is in progress that the loss of this engine would break."""
+        """Return True if a synchronisation is running in which this engine takes part, or may take part."""
         group = self.record.group
         return self.record.running and (group is None or any(e.replica_id == replica_id for e in group.engines))
 

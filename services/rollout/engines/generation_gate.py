@@ -13,7 +13,7 @@ LEASE_OVER = {
     False: "the lease of the pause has ended: generation continues without a resume",
     True: "the lease of the pause has ended, and no resume named the received weights: they serve nothing",
 }
-"""Warning for an expired pause lease, by whether the committed weights are unconfirmed."""
+"""Warning for an expired pause lease; the key is True if the committed weights are unconfirmed."""
 
 logger = logging.getLogger(__name__)
 

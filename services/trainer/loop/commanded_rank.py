@@ -201,7 +201,7 @@ def begin_checkpoint(rank: CommandedRank, folder: Path) -> tuple[int, int]:
 
 @command
 def end_checkpoint(rank: CommandedRank) -> None:
-    """Drop the snapshot, after every rank has ended its writing or is late."""
+    """Drop the snapshot. Called once every rank has finished writing or failed, or the time limit has passed."""
     rank.checkpoint.end()
 
 

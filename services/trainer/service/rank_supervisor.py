@@ -62,7 +62,7 @@ class RankSupervisor:
         self._request = request
         self._processes: RankSet | None = None
         self._awaits_others = False
-        """True while a start waits for others, such as hosts."""
+        """True from a start's first wait for the trainer's other hosts until the ranks have started or failed to."""
         self._failures = 0
         self._announcement = asyncio.Event()
         self.weights = replica_pb2.WeightVersion()

@@ -121,7 +121,7 @@ class Kept:
         self.memory = HostMemory()
         self._boxes: dict[str, Boxes] = {}
         self.in_use = False
-        """True while a snapshot that uses the memory isn't written yet."""
+        """True from the start of a snapshot, which fills the memory, until it is written or given up."""
 
     def boxes(self, model: Any, name: str) -> Boxes:
         """Return `boxes_of` a model, computed once."""
