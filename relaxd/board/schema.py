@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from relaxd.text_table import table_rows
+
 
 @dataclass(frozen=True)
 class ColumnSpec:
@@ -212,13 +214,13 @@ returns (train, float32 [T], optional): What the critic is fitted to: the advant
 
 
 def _column(row: str) -> ColumnSpec:
-    found = _ROW.fullmatch(" ".join(row.split()))
+    found = _ROW.fullmatch(row)
     assert found is not None, row
     name, writer, dtype, shape, optional, not_trained, meaning = found.groups()
     return ColumnSpec(name, writer, dtype, shape, meaning, trained=not not_trained, optional=bool(optional))
 
 
-COLUMNS = {column.name: column for column in map(_column, re.split(r"\n(?=\S)", _TABLE.strip()))}
+COLUMNS = {column.name: column for column in map(_column, table_rows(_TABLE))}
 """All columns, in the order in which they are written."""
 
 

@@ -4,8 +4,9 @@ docs/coming-from.md is written from this table, and errors for unknown settings 
 (`relaxd.config.suggestions`).
 """
 
-import re
 from typing import NamedTuple
+
+from relaxd.text_table import table_rows
 
 FRAMEWORKS = ("TRL", "verl", "prime-rl", "Relax")
 _TABLE = """
@@ -233,7 +234,7 @@ class Equivalent(NamedTuple):
 
 
 def _equivalent(row: str) -> Equivalent:
-    setting, _, rest = " ".join(row.split()).partition(": ")
+    setting, _, rest = row.partition(": ")
     found, _, note = rest.partition("; ")
     names: dict[str, list[str]] = {framework: [] for framework in FRAMEWORKS}
     for part in found.replace("@", "actor_rollout_ref.").split(" | "):
@@ -241,5 +242,5 @@ def _equivalent(row: str) -> Equivalent:
     return Equivalent("" if setting == "none" else setting, names, note)
 
 
-EQUIVALENTS = tuple(map(_equivalent, re.split(r"\n(?=\S)", _TABLE.strip())))
+EQUIVALENTS = tuple(map(_equivalent, table_rows(_TABLE)))
 """The table's rows, parsed."""

@@ -6,7 +6,6 @@ OpenTelemetry, as "relaxd.<name>". docs/metrics.md is generated from this table 
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,7 @@ from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from relaxd.telemetry.instruments import enabled, meter
+from relaxd.text_table import table_rows
 
 Kind = Literal["step", "gauge", "counter", "histogram"]
 
@@ -341,8 +341,8 @@ and its description."""
 
 def _rows(table: str) -> Iterator[tuple[str, str, str, str]]:
     """Yield name, unit, the text between unit and colon, and description of each row of a table."""
-    for row in re.split(r"\n(?=\S)", table.strip()):
-        head, _, description = " ".join(row.split()).partition(": ")
+    for row in table_rows(table):
+        head, _, description = row.partition(": ")
         name, _, rest = head.partition(" [")
         unit, _, more = rest.partition("]")
         yield name, unit, more.strip(), description
