@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,11 +65,13 @@ def run_program(module: str, words: Sequence[str], *, seconds: float, text: str 
     return result
 
 
-def stream_program(module: str, words: Sequence[str], text: str) -> Generator[dict[str, Any], None, None]:
+def stream_program(
+    module: str, words: Sequence[str], text: str, *, seconds: float = threading.TIMEOUT_MAX
+) -> Generator[dict[str, Any], None, None]:
     """Run a program with `text` as its input, and yield its output, a JSON object in each line.
 
-    The program shares this process's stderr, and is killed when the iterator is closed. Raises CliError: a line has an
-    "error", or the program fails.
+    The program shares this process's stderr, and is killed after `seconds`, or when the iterator is closed. Raises
+    CliError: a line has an "error", or the program fails, or doesn't finish in time.
     """
     with tempfile.TemporaryFile("w+") as given:
         given.write(text)
@@ -80,6 +84,10 @@ def stream_program(module: str, words: Sequence[str], text: str) -> Generator[di
             env=os.environ | {"PYTHONPATH": python_path()},
         )
     assert process.stdout is not None
+    deadline = time.monotonic() + seconds
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
     try:
         for line in process.stdout:
             found: dict[str, Any] = json.loads(line)
@@ -87,10 +95,13 @@ def stream_program(module: str, words: Sequence[str], text: str) -> Generator[di
                 raise CliError(found["error"])
             yield found
         if code := process.wait(timeout=EXIT_SECONDS):
+            if time.monotonic() >= deadline:
+                raise CliError(f"{module} did not finish within {seconds:.0f} s")
             raise CliError(f"{module} ended with exit code {code}")
     except subprocess.TimeoutExpired as error:
         raise CliError(f"{module} did not end within {EXIT_SECONDS:g} s after its last output") from error
     finally:
+        timer.cancel()
         process.kill()
         process.wait(timeout=EXIT_SECONDS)
         process.stdout.close()
