@@ -18,6 +18,9 @@ from tests.kit.waiting import PATIENCE
 from tests.warm import programs
 
 ROOT = Path(__file__).parents[2]
+COLD = {"PYTHONPATH": str(ROOT)}
+"""Variables with which no nursery forks (`tests/warm`): it would end or reap a child itself, and show its own
+variables."""
 
 
 def start_python(

@@ -18,12 +18,10 @@ from relaxd.process.upkeep import IDLE_THREADS
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError
 from tests.integration.rpc.echo_child import Echo, add_echo
 from tests.kit.child_service import ChildStub, struct
-from tests.kit.processes import ROOT, is_alive, run_python, start_python
+from tests.kit.processes import COLD, is_alive, run_python, start_python
 from tests.kit.waiting import eventually, wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
-COLD = {"PYTHONPATH": str(ROOT)}
-"""Variables with which no nursery forks (`tests/warm`): it would end a child itself, and show its own variables."""
 PARENT = f"""
 import asyncio, time
 from relaxd.process.child import Child

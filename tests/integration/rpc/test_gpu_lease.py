@@ -16,7 +16,7 @@ from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease, LeaseOver
 from relaxd.replica.gpus import Gpu, gpu_environment
 from tests.kit.child_service import ChildStub, struct
-from tests.kit.processes import ROOT, start_python
+from tests.kit.processes import COLD, start_python
 from tests.kit.waiting import wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
@@ -116,9 +116,8 @@ async def test_what_was_given_back_is_used_by_nobody(lease: GpuLease, over: thre
 
 
 def test_the_child_of_a_stopped_parent_ends_by_itself() -> None:
-    cold = {"PYTHONPATH": str(ROOT)}  # a fork's parent is its nursery, which goes on and reaps it
     with start_python(
-        "-c", PARENT, environment=cold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        "-c", PARENT, environment=COLD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         try:
             assert parent.stdin is not None
