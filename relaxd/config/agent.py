@@ -81,7 +81,7 @@ class AgentConfig(Section):
     conversation_seconds: float = Field(default=1800.0, gt=0)
     """Maximum seconds of a conversation. Time in which no engine is available doesn't count."""
     on_failure: Literal["drop", "zero", "mask", "retry"] = "drop"
-    """What to do about a conversation whose environment raised or took too long, or whose program ended with an exit
+    """Treatment of a conversation whose environment raised or took too long, or whose program ended with an exit
     code other than 0. drop: drop its group. zero: its reward is 0. mask: its reward is 0, and it isn't trained on.
     retry: repeat it from its beginning, up to max_retries times with growing pauses, then drop its group."""
     max_retries: int = Field(default=3, ge=1)

@@ -46,7 +46,7 @@ class CurriculumConfig(Section):
     max_reward: float = 1.0
     """Mean reward of a group that counts as a pass rate of 1; higher means count as 1, too."""
     exhausted: Literal["repeat", "end"] = "repeat"
-    """What to do when fewer prompts than trainer.groups_per_step remain. repeat: give all prompts again, until enough
+    """Behaviour when fewer prompts than trainer.groups_per_step remain. repeat: give all prompts again, until enough
     of them have a pass rate within the limits. end: end the run."""
     filter: Annotated[str, own_function("data.curriculum.filter")] = ""
     """Your own filter of groups, "package.module:function" or "file.py:function": gets a list of the group's samples

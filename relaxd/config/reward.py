@@ -125,7 +125,7 @@ class RewardConfig(Section):
     """With choose_by: rewards by the value of that key, each a name, or a table with name, settings and key. Other
     values must be names of bundled rewards."""
     on_failure: Literal["drop", "zero", "retry"] = "drop"
-    """What to do about a sample that can't be scored. drop: drop its group. zero: give it the reward 0, and every
+    """Treatment of a sample that can't be scored. drop: drop its group. zero: give it the reward 0, and every
     sample the part `failed`. retry: score it again up to max_retries times, with growing pauses, then drop its
     group."""
     max_retries: int = Field(default=3, ge=1)

@@ -59,7 +59,7 @@ def json_of(text: str) -> Any:
 __all__ = ["BadEnvironmentError", "Environment", "Observation", "Reply", "Sample", "Step", "ToolCall"]
 
 Observation = str | Message | Sequence[Message] | None
-"""What the environment says: a text, a message, several messages, or nothing. A text answers the tool calls of the
+"""Observation of the environment: a text, a message, several messages, or nothing. A text answers the tool calls of the
 model's message; without calls it becomes a user message. The content of a message is a text, or a list of texts and
 media (docs/agents.md)."""
 MAX_BYTES = 1 << 20

@@ -64,7 +64,7 @@ class ChildExited(ChildError):
 
 @dataclass(frozen=True)
 class ChildExit:
-    """How a child ended."""
+    """Exit of a child."""
 
     exit_code: int
     """Exit code; negative means the signal that killed it."""

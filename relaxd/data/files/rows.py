@@ -27,9 +27,10 @@ class Rows(Protocol):
         """Yield all rows, in order, faster than one by one; None for a wrong row."""
 
     def content(self, part: range) -> Iterator[bytes]:
-        """Yield the stored bytes of a range of rows, whose step must be 1. They differ if a row has changed.
+        """Yield the stored bytes of a range of rows, whose step must be 1, for a digest that shows changed data.
 
-        A table yields the whole file, whatever the range.
+        A table yields the whole file, whatever the range. A user's own source yields JSON, of at most
+        `own_source.DIGESTED` rows.
         """
 
     def place(self, index: int) -> str:
