@@ -6,8 +6,7 @@ from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.registry import Replica, Version
 from services.coordinator.state.records import Announcement
-from services.coordinator.weights.sync_members import is_due
-from services.coordinator.weights.weight_sync import waits_for_updates
+from services.coordinator.weights.weight_sync import is_due, waits_for_updates
 from tests.kit.cases import each
 
 

@@ -12,9 +12,8 @@ from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_gr
 from relaxd.v1.sample_pb2 import ELEMENT_TYPE_BFLOAT16
 from relaxd.v1.weights_pb2 import TensorSpec, WeightBucket, WeightManifest
 from services.coordinator.state.records import GroupRecord, Member, WeightsRecord
-from services.coordinator.weights.sync_members import JoinBatcher
 from services.coordinator.weights.weight_group_client import WeightGroupClient
-from services.coordinator.weights.weight_sync import IDLE_SECONDS, WeightSync
+from services.coordinator.weights.weight_sync import IDLE_SECONDS, JoinBatcher, WeightSync
 from tests.integration.coordinator.fleet_kit import FleetKit
 from tests.kit.cases import each
 
