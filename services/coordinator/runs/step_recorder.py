@@ -1,18 +1,244 @@
-"""Recording of the board in the run's folder: committed steps, closed groups and samples."""
+"""Recording of the board in the run's folder: committed steps, closed groups and samples, with the metrics that the
+coordinator measures for each step: use of engines and GPUs, and pass rates.
+
+Pass rates are over all groups that were scored, dropped ones included. A curriculum or zero-variance filter drops what
+the model always or never solves, so pass@k of the trained groups alone would be wrong. A dropped group counts for the
+step that was committed next.
+"""
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from relaxd import telemetry
 from relaxd.data.curriculum.run_curriculum import Curriculum
+from relaxd.evaluation.estimates import pass_at_k
+from relaxd.run_folder import GROUPS, newest_lines
 from relaxd.waiting import waiting
+from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_fleet import RunContext
 from services.coordinator.runs.run_files import RunFiles
-from services.coordinator.runs.step_metrics import ClosedGroups, StepUsage, Usage, speed_per_gpu
 from services.coordinator.state.records import Evaluation
 from services.coordinator.state.retries import FolderRetry, RedisRetry
+
+BUSY, PAUSED = 1.0, 2.0
+"""Values of the gauge engine_state."""
+MOST_IN_LINE = 32
+"""Maximum number of replicas with separate values in a step's line. More would hardly be read, and hundreds would add
+tens of kilobytes to each line."""
+
+
+@dataclass(frozen=True)
+class StepUsage:
+    """Shares of the time since the last step."""
+
+    metrics: dict[str, float]
+    """Means over replicas, by metric; unreported metrics are missing."""
+    replicas: dict[str, dict[str, float]]
+    """The share of each replica, by metric and replica id."""
+
+    @property
+    def line(self) -> dict[str, float | dict[str, dict[str, float]]]:
+        """Entries for a step's line in metrics.jsonl; `replicas` is included only for 2 to MOST_IN_LINE replicas."""
+        shown = {name: shares for name, shares in self.replicas.items() if 1 < len(shares) <= MOST_IN_LINE}
+        return {**self.metrics, **({"replicas": shown} if shown else {})}
+
+
+@dataclass
+class _Counter:
+    """A sampled counter that grows by at most one second per second."""
+
+    counted: float
+    """Counter value up to which growth was attributed to steps."""
+
+    def take(self, value: float, limit: float) -> float:
+        """Return the growth since the last call, at most `limit`; the rest stays for the next call."""
+        grown = min(max(0.0, value - self.counted), limit)
+        self.counted += grown
+        return grown
+
+
+@dataclass
+class _ReplicaUsage:
+    """Utilisation of one replica since the last step."""
+
+    since: float
+    """Clock time up to which usage was attributed to steps."""
+    engine: tuple[_Counter, _Counter] | None
+    """Counters of the engine's busy and paused seconds; None before the replica reports them."""
+    gpu_busy: float = 0.0
+    """Seconds after `since` in which a GPU kernel ran."""
+    gpu_seconds: float = 0.0
+    sampled_at: float = 0.0
+    prompts: tuple[float, float] = (0.0, 0.0)
+    """Prompt tokens of all samples up to the last step, and the prompt tokens that the engine prefilled."""
+
+
+class Usage:
+    """Adds up engine and GPU time between steps.
+
+    Heartbeats come about once a second. An engine is assumed to continue what its last heartbeat reported; the next
+    step corrects the error. So the numbers of one short step are rough, but the sums are right.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[tuple[str, float], _ReplicaUsage] = {}
+
+    def sample(self, replicas: Sequence[Replica]) -> None:
+        """Sample the replicas; call it several times a second. A new replica is counted from its first sample."""
+        now = self._clock()
+        seen = {}
+        for replica in replicas:
+            key = (replica.replica_id, replica.registered_at)
+            known = self._seen.get(key)
+            if known is None:
+                counters = _counters(_engine_seconds(replica, now))
+                known = _ReplicaUsage(now, counters, sampled_at=now, prompts=_prompt_tokens(replica))
+            utilisation = replica.status.gauges.get("gpu_utilisation")
+            if utilisation is not None:
+                known.gpu_busy += utilisation * (now - known.sampled_at)
+                known.gpu_seconds += now - known.sampled_at
+            known.sampled_at = now
+            seen[key] = known
+        self._seen = seen
+
+    def take(self, replicas: Sequence[Replica]) -> StepUsage:
+        """Return the shares of busy, paused and idle time since the last call."""
+        self.sample(replicas)
+        now = self._clock()
+        shares: dict[str, dict[str, float]] = {"busy": {}, "paused": {}, "idle": {}}
+        gpus: dict[str, float] = {}
+        prompted = prefilled = 0.0
+        for replica in replicas:
+            known = self._seen[(replica.replica_id, replica.registered_at)]
+            seconds = now - known.since
+            if seconds <= 0:
+                continue
+            engine_seconds = _engine_seconds(replica, now)
+            if known.engine is None:  # its first heartbeat came after the last step, or is yet to come
+                known.engine = _counters(engine_seconds)
+            elif engine_seconds is not None:
+                (busy, paused), (busy_counter, paused_counter) = engine_seconds, known.engine
+                paused_share = paused_counter.take(paused, seconds) / seconds
+                busy_share = busy_counter.take(busy, seconds * (1 - paused_share)) / seconds
+                of_engine = {
+                    "busy": busy_share,
+                    "paused": paused_share,
+                    "idle": max(0.0, 1 - paused_share - busy_share),
+                }
+                for name, share in of_engine.items():
+                    shares[name][replica.replica_id] = share
+            before, known.prompts = known.prompts, _prompt_tokens(replica)
+            if known.prompts[0] > before[0]:
+                prompted += known.prompts[0] - before[0]
+                prefilled += known.prompts[1] - before[1]
+            if known.gpu_seconds > 0:
+                gpus[replica.replica_id] = 1 - min(1.0, known.gpu_busy / known.gpu_seconds)
+            known.since, known.gpu_busy, known.gpu_seconds = now, 0.0, 0.0
+        result = {f"engine_{name}_share": fmean(values.values()) for name, values in shares.items() if values}
+        if prompted:
+            result["engine_prefix_hit_share"] = min(1.0, max(0.0, 1 - prefilled / prompted))
+        single = {"engine_idle_share": shares["idle"]} if shares["idle"] else {}
+        if gpus:
+            count = {replica.replica_id: max(1, len(replica.status.gpu_uuids)) for replica in replicas}
+            total = sum(count[replica] for replica in gpus)
+            result["gpu_idle_share"] = sum(value * count[replica] for replica, value in gpus.items()) / total
+            single["gpu_idle_share"] = gpus
+        return StepUsage(result, single)
+
+
+def speed_per_gpu(metrics: Mapping[str, float], replicas: Sequence[Replica]) -> dict[str, float]:
+    """Return a step's tokens per second for each GPU of these replicas; empty without GPUs."""
+    gpus = {uuid for replica in replicas for uuid in replica.status.gpu_uuids}  # colocated replicas share some
+    if not gpus or "tokens_per_second" not in metrics:
+        return {}
+    return {"tokens_per_second_per_gpu": metrics["tokens_per_second"] / len(gpus)}
+
+
+def _engine_seconds(replica: Replica, now: float) -> tuple[float, float] | None:
+    """Return an engine's busy and paused seconds so far; None if its replica reports none."""
+    gauges = replica.status.gauges
+    if "engine_state" not in gauges:
+        return None
+    state, passed = gauges["engine_state"], max(0.0, now - replica.seen)
+    return (
+        gauges["engine_busy_seconds"] + (passed if state == BUSY else 0.0),
+        gauges["engine_paused_seconds"] + (passed if state == PAUSED else 0.0),
+    )
+
+
+def _prompt_tokens(replica: Replica) -> tuple[float, float]:
+    """Return the prompt tokens of all samples so far, and those that the engine prefilled; zeros if it reports none."""
+    gauges = replica.status.gauges
+    return gauges.get("engine_prompted_tokens", 0.0), gauges.get("engine_prefilled_tokens", 0.0)
+
+
+def _counters(seconds: tuple[float, float] | None) -> tuple[_Counter, _Counter] | None:
+    return None if seconds is None else (_Counter(seconds[0]), _Counter(seconds[1]))
+
+
+GroupResult = tuple[int, int, bool]
+"""A group's number of samples, number of right samples, and True if all rewards are equal."""
+
+
+class ClosedGroups:
+    """Counts scored groups by step as they are closed. Lines have the form of groups.jsonl."""
+
+    def __init__(self) -> None:
+        self._since: Counter[GroupResult] = Counter()
+        """Results of the groups closed since the last trained group."""
+        self._by_step: dict[int, Counter[GroupResult]] = {}
+
+    def load(self, folder: Path, last_step: int) -> None:
+        """Count the groups in a run's folder that were closed after this step."""
+        newer: list[Mapping[str, Any]] = []
+        for line in newest_lines(folder / GROUPS):
+            if 0 < line.get("step", 0) <= last_step:
+                break
+            newer.append(line)
+        self.observe(reversed(newer))
+
+    def observe(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Process new lines, oldest first."""
+        for line in lines:
+            if "samples" in line:  # else it was not scored
+                self._since[line["samples"], line["right"], "equal_rewards" in line] += 1
+            if (step := line.get("step")) is not None:
+                self._by_step.setdefault(step, Counter()).update(self._since)
+                self._since.clear()
+
+    def take(self, step: int) -> dict[str, float]:
+        """Return the metrics of a step, and forget it and earlier ones. Empty if none of its groups is known."""
+        groups = self._by_step.get(step)
+        self._by_step = {later: counts for later, counts in self._by_step.items() if later > step}
+        return metrics_of(groups) if groups else {}
+
+
+def metrics_of(groups: Counter[GroupResult]) -> dict[str, float]:
+    """Return the metrics of groups, by the names of docs/metrics.md.
+
+    pass_at_<k> is for k = 1, 2, 4 and so on, the mean of the groups with at least k samples.
+    """
+    total = groups.total()
+    metrics = {
+        "scored_groups": float(total),
+        "zero_variance_share": sum(count for (_, _, equal), count in groups.items() if equal) / total,
+        "all_right_share": sum(count for (n, right, _), count in groups.items() if right == n) / total,
+        "all_wrong_share": sum(count for (_, right, _), count in groups.items() if not right) / total,
+    }
+    k, most = 1, max(n for n, _, _ in groups)
+    while k <= most:
+        values = [(pass_at_k(n, right, k), count) for (n, right, _), count in groups.items() if n >= k]
+        metrics[f"pass_at_{k}"] = sum(value * count for value, count in values) / sum(count for _, count in values)
+        k *= 2
+    return metrics
+
 
 Result = TypeVar("Result")
 TRIM_STEPS = 64

@@ -18,7 +18,7 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.runs.run_manager import RunManager
-from services.coordinator.runs.step_metrics import Usage
+from services.coordinator.runs.step_recorder import Usage
 from services.coordinator.scaling.autoscale_policy import AutoscalePolicy, Sample, Verdict
 from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.state.records import DRAIN_SECONDS, TIMEOUT_SECONDS, Direction, Phase, ScaleSpec

@@ -14,7 +14,7 @@ from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import ReplicaStatus
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.runs.step_metrics import MOST_IN_LINE, ClosedGroups, Usage, metrics_of, speed_per_gpu
+from services.coordinator.runs.step_recorder import MOST_IN_LINE, ClosedGroups, Usage, metrics_of, speed_per_gpu
 
 
 class Clock:
