@@ -17,11 +17,10 @@ from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
 from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
-from services.coordinator.api.keda_server import start_keda_server
-from services.coordinator.api.server import CoordinatorService
+from services.coordinator.api.server import CoordinatorService, start_keda_server
+from services.coordinator.api.watch_streams import ReplicaFeed
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.fleet.replica_feed import ReplicaFeed
 from services.coordinator.runs.run_manager import RunManager
 from services.coordinator.scaling.autoscaler import Autoscaler
 from services.coordinator.scaling.launchers import Launchers

@@ -1,4 +1,5 @@
-"""The Coordinator service: every RPC checks its request here and passes the work to other modules."""
+"""The Coordinator service: every RPC checks its request here and passes the work to other modules. Also the server that
+tells KEDA the desired number of rollout replicas (external_scaler.proto)."""
 
 import asyncio
 import re
@@ -13,10 +14,14 @@ from relaxd import PROTOCOL_VERSION, __version__
 from relaxd.client.metric_series import read_series
 from relaxd.roles import REPLICA_ROLES
 from relaxd.rpc.access import speak_for
+from relaxd.rpc.credentials import ServerSecurity
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
 from relaxd.rpc.message_parts import Page, newest_first, watch_seconds
+from relaxd.rpc.server import RunningServer, Service, start_server
+from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.v1 import scaling_pb2
+from relaxd.v1 import external_scaler_pb2 as keda_pb
+from relaxd.v1 import external_scaler_pb2_grpc, scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer
 from relaxd.v1.replica_pb2 import DrainRequest, WeightVersion
 from services.coordinator.api.validation import (
@@ -33,14 +38,13 @@ from services.coordinator.api.validation import (
     scale_in_spec,
     scale_out_spec,
 )
+from services.coordinator.api.watch_streams import ReplicaFeed, RunFeed
 from services.coordinator.fleet.checkpoints import NoCriticCheckpoint, await_critic, save_checkpoint
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
-from services.coordinator.fleet.replica_feed import ReplicaFeed
 from services.coordinator.runs.run_manager import RunManager
 from services.coordinator.runs.run_messages import find_groups, group_tests, read_logs, sample_message, token_texts
 from services.coordinator.runs.starting import check_run_id
-from services.coordinator.runs.watch_stream import RunFeed
 from services.coordinator.scaling.autoscaler import Autoscaler
 from services.coordinator.scaling.scale_log import MAX_REQUESTS, scale_message
 from services.coordinator.scaling.scaler import Scaler
@@ -430,3 +434,41 @@ class CoordinatorService(CoordinatorServicer):
         if replica is None:
             raise NotFound(f"no replica {replica_id!r} is registered{hint}")
         return replica
+
+
+KEDA_METRIC = "relaxd-rollout-replicas"
+
+
+class KedaServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
+    """Implements externalscaler.ExternalScaler with the active run's autoscaler."""
+
+    def __init__(self, autoscaler: Autoscaler) -> None:
+        self._autoscaler = autoscaler
+
+    async def IsActive(self, request: keda_pb.ScaledObjectRef, context: Any) -> keda_pb.IsActiveResponse:
+        """Return True always: rollout replicas are never scaled to zero."""
+        return keda_pb.IsActiveResponse(result=True)
+
+    async def GetMetricSpec(self, request: keda_pb.ScaledObjectRef, context: Any) -> keda_pb.GetMetricSpecResponse:
+        """Return the metric with a target of 1 per replica, so that its value equals the number of replicas."""
+        return keda_pb.GetMetricSpecResponse(
+            metricSpecs=[keda_pb.MetricSpec(metricName=KEDA_METRIC, targetSize=1, targetSizeFloat=1.0)]
+        )
+
+    async def GetMetrics(self, request: keda_pb.GetMetricsRequest, context: Any) -> keda_pb.GetMetricsResponse:
+        """Return the desired number of rollout replicas."""
+        wanted = self._autoscaler.target()
+        value = keda_pb.MetricValue(metricName=KEDA_METRIC, metricValue=wanted, metricValueFloat=wanted)
+        return keda_pb.GetMetricsResponse(metricValues=[value])
+
+
+async def start_keda_server(autoscaler: Autoscaler, settings: ServiceSettings) -> RunningServer:
+    """Start the server for KEDA. It requires no token, because KEDA's external scaler can't send one. Raises
+    ServerError."""
+    service = Service(
+        external_scaler_pb2_grpc.add_ExternalScalerServicer_to_server,
+        KedaServicer(autoscaler),
+        "externalscaler.ExternalScaler",
+    )
+    security = ServerSecurity(tls=settings.tls, allow_insecure=True)
+    return await start_server([service], host=settings.host, port=settings.keda_port, security=security, serving=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from relaxd.rpc.errors import FailedPrecondition, NotFound
 from relaxd.v1 import scaling_pb2 as pb
-from services.coordinator.fleet.changes import Signal
+from services.coordinator.fleet.registry import Signal
 from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleState
 from services.coordinator.state.retries import RedisRetry, outlives_caller
 from services.coordinator.state.store import AsyncStore

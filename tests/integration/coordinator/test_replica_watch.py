@@ -22,7 +22,7 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub, add_CoordinatorServi
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, WeightVersion
 from relaxd.waiting import Backoff
 from services.coordinator.api.server import CoordinatorService
-from services.coordinator.fleet.replica_feed import MAX_GONE, ReplicaFeed, RoleChanges
+from services.coordinator.api.watch_streams import MAX_GONE, ReplicaFeed, RoleChanges
 from tests.integration.coordinator.fleet_kit import RUN, FleetKit
 from tests.kit.waiting import eventually
 

@@ -11,7 +11,7 @@ from relaxd.config.placement import AutoscaleConfig
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import external_scaler_pb2 as pb
 from relaxd.v1.external_scaler_pb2_grpc import ExternalScalerStub
-from services.coordinator.api.keda_server import METRIC, start_keda_server
+from services.coordinator.api.server import KEDA_METRIC, start_keda_server
 from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.scaling.autoscale_policy import Verdict
 from services.coordinator.scaling.autoscaler import Autoscaler
@@ -41,8 +41,8 @@ async def stub(autoscaler: Autoscaler) -> AsyncIterator[ExternalScalerStub]:
 
 
 async def number(stub: ExternalScalerStub) -> int:
-    (value,) = (await stub.GetMetrics(pb.GetMetricsRequest(metricName=METRIC))).metricValues
-    assert (value.metricName, value.metricValueFloat) == (METRIC, value.metricValue)
+    (value,) = (await stub.GetMetrics(pb.GetMetricsRequest(metricName=KEDA_METRIC))).metricValues
+    assert (value.metricName, value.metricValueFloat) == (KEDA_METRIC, value.metricValue)
     return value.metricValue
 
 
@@ -55,7 +55,7 @@ async def refusal(stub: ExternalScalerStub) -> str:
 
 async def test_keda_gets_what_was_decided_last(stub: ExternalScalerStub, autoscaler: Autoscaler, runs: Any) -> None:
     (spec,) = (await stub.GetMetricSpec(pb.ScaledObjectRef(name="rollout"))).metricSpecs
-    assert (spec.metricName, spec.targetSize, spec.targetSizeFloat) == (METRIC, 1, 1.0)
+    assert (spec.metricName, spec.targetSize, spec.targetSizeFloat) == (KEDA_METRIC, 1, 1.0)
     assert (await stub.IsActive(pb.ScaledObjectRef())).result
     assert "there is no active run" in await refusal(stub)  # never 0
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from relaxd.v1 import scaling_pb2
-from services.coordinator.fleet.changes import Signal
+from services.coordinator.fleet.registry import Signal
 from services.coordinator.scaling.scale_log import ScaleLog, scale_message
 from services.coordinator.state import retries
 from services.coordinator.state.records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, WeightVersion
-from services.coordinator.fleet.changes import GAP_SECONDS, Signal, SignalFollower
 from services.coordinator.fleet.gpu_allocation import OWN, SHARED, GpuHolders, uuid_of
-from services.coordinator.fleet.registry import Registry
+from services.coordinator.fleet.registry import GAP_SECONDS, Registry, Signal, SignalFollower
 from services.coordinator.state.store import READERS, AsyncStore, Store, read_in_thread
 
 
