@@ -31,7 +31,7 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.rewards.hub.addition import addition as score_addition
 from relaxd.rewards.interface import RewardInput
 from relaxd.roles import TEACHER
-from services.rollout.engines.transformers.transformers_weights import named_parameters
+from services.rollout.engines.transformers.transformers_process import named_parameters
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from tests.kit.megatron_world import shut_down

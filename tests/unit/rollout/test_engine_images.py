@@ -12,7 +12,7 @@ from relaxd.data.vision import VisionModel, read_vision
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
-from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
+from services.rollout.engines.transformers.transformers_process import check_manifest, named_parameters
 from tests.kit.vision import (
     EXPERTS,
     Item,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3OmniMoeThinkerForConditionalGener
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec
 from services.rollout.engines.request_types import Version
-from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
+from services.rollout.engines.transformers.transformers_process import check_manifest, named_parameters
 from tests.kit.sounds import make_omni_model, omni_logprobs, omni_prompt, sound, without_marks
 from tests.kit.vision import Item, SoundClip, clip, picture
 from tests.unit.rollout.engine_harness import Harness

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.rollout.engines.request_types import EngineError, Sampling
-from services.rollout.engines.transformers.sampling import choose_tokens, sample_generator
+from services.rollout.engines.transformers.batch import choose_tokens, sample_generator
 
 LOGITS = torch.tensor([2.0, 0.5, 1.0, -1.0, 0.0])
 

@@ -12,7 +12,7 @@ from relaxd.weights.buckets import ManifestMismatch, TensorBucket, TensorSpec, c
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, WeightGroupError, host_store
 from services.rollout.engines.request_types import EngineError, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
-from services.rollout.engines.transformers.transformers_weights import WeightReceiver, check_manifest, named_parameters
+from services.rollout.engines.transformers.transformers_process import WeightReceiver, check_manifest, named_parameters
 from tests.kit.models import make_tiny_model
 
 

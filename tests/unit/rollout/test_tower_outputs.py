@@ -14,7 +14,7 @@ from relaxd.data.towers import TowerOutputs
 from relaxd.weights.buckets import TensorSpec, pack, plan_buckets
 from relaxd.weights.weight_group import Rendezvous, WeightGroup, host_store
 from services.rollout.engines.request_types import Version
-from services.rollout.engines.transformers.transformers_weights import WeightReceiver, named_parameters
+from services.rollout.engines.transformers.transformers_process import WeightReceiver, named_parameters
 from tests.kit.sounds import make_omni_model, omni_logprobs, omni_prompt, sound, without_marks
 from tests.kit.vision import Item, SoundClip, clip, picture
 from tests.unit.rollout.engine_harness import Answer, Harness

@@ -100,7 +100,7 @@ WITHOUT_DEADLINE = {
             "Transfer.precede_current_stream",
         ),  # the transfer's deadline, as in the following
         ("relaxd/weights/weight_group.py", "WeightGroup.broadcast"),
-        ("services/rollout/engines/transformers/transformers_weights.py", "WeightReceiver.receive"),
+        ("services/rollout/engines/transformers/transformers_process.py", "WeightReceiver.receive"),
         ("services/rollout/engines/sglang/sglang_weights.py", "_Receiver.finish"),
         ("services/trainer/loop/weight_broadcast.py", "WeightBroadcaster._send"),
         (

@@ -34,8 +34,7 @@ from services.rollout.engines.request_types import (
     cut_at_stop,
 )
 from services.rollout.engines.seen_prompts import see
-from services.rollout.engines.transformers.batch import Batch, RunningSample
-from services.rollout.engines.transformers.sampling import choose_tokens, likeliest_tokens
+from services.rollout.engines.transformers.batch import Batch, RunningSample, choose_tokens, likeliest_tokens
 from services.rollout.engines.transformers.vision import KEPT_BYTES, TOWERS
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from relaxd.data.vision import read_vision
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.rpc.errors import InvalidArgument
 from services.rollout.engines.request_types import WrongMedia
-from services.rollout.engines.transformers.transformers_weights import named_parameters
+from services.rollout.engines.transformers.transformers_process import named_parameters
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.sglang.syncs import sync
 from tests.integration.rollout.weight_source import weights_of

@@ -17,7 +17,7 @@ from relaxd.config.load_toml import load_file
 from relaxd.models.layouts import Layout, problem
 from relaxd.models.shape import read_shape
 from services.rollout.engines.request_types import Version
-from services.rollout.engines.transformers.transformers_weights import named_parameters
+from services.rollout.engines.transformers.transformers_process import named_parameters
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.model.architecture import ModelError

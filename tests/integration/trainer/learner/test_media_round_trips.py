@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from relaxd.weights.buckets import TensorBucket, TensorSpec
-from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
+from services.rollout.engines.transformers.transformers_process import check_manifest, named_parameters
 from services.rollout.engines.transformers.vision import load_model
 from tests.integration.trainer.learner.image_worlds import make_hybrid_model
 from tests.integration.trainer.trainer_worlds import Job, make_learner

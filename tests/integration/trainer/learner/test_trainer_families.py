@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from relaxd.weights.buckets import TensorBucket, TensorSpec
-from services.rollout.engines.transformers.transformers_weights import check_manifest, named_parameters
+from services.rollout.engines.transformers.transformers_process import check_manifest, named_parameters
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.model.architectures import FAMILIES
