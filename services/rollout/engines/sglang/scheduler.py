@@ -58,7 +58,7 @@ from services.rollout.engines.sglang.schedulers import (
     with_weights,
     write_failure,
 )
-from services.rollout.engines.sglang.sglang_media import forget_features, take_media
+from services.rollout.engines.sglang.sglang_samples import forget_features, take_media
 from services.rollout.engines.sglang.sglang_weights import Reception, SGLangWeights
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ import pytest
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1 import sample_pb2, weights_pb2
 from services.rollout.engines.request_types import RequestFailed, Version
+from services.rollout.engines.sglang_external.external_engine import stock_buckets
 from services.rollout.engines.sglang_external.external_requests import (
     ONLY_AT_END,
     EventStyle,
@@ -14,7 +15,6 @@ from services.rollout.engines.sglang_external.external_requests import (
     label,
     parse_label,
 )
-from services.rollout.engines.sglang_external.external_weights import stock_buckets
 from services.rollout.engines.sglang_external.server_client import ServerGone
 
 ONE, TWO = Version(3, 1), Version(3, 2)
