@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from services.trainer.learner import learner
 from services.trainer.model import layers
-from services.trainer.transformer.kernels.swiglu import swiglu
+from services.trainer.transformer.mlp import swiglu
 
 
 class SequentialExperts(nn.Module):

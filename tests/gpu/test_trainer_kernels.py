@@ -8,19 +8,18 @@ from torch import Tensor
 
 from services.trainer.batch.micro_batch import TrainSequence, pack
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
-from services.trainer.transformer.attention.attention_kernels import attention_kernel, slice_by_varlen, varlen_attention
-from services.trainer.transformer.attention.heads import Rotary, rotary_table, rotate, split_heads
-from services.trainer.transformer.attention.sequence_layout import (
+from services.trainer.transformer.attention_kernels import attention_kernel, slice_by_varlen, varlen_attention
+from services.trainer.transformer.heads import Rotary, rotary_table, rotate, split_heads
+from services.trainer.transformer.kernels.products import grouped_kernels
+from services.trainer.transformer.mlp import _Experts, swiglu
+from services.trainer.transformer.router import float32_logits
+from services.trainer.transformer.routing import sort_by_expert
+from services.trainer.transformer.sequence_layout import (
     cudnn_batches,
     gather_from_sequences,
     scatter_to_sequences,
     sequence_layout,
 )
-from services.trainer.transformer.kernels.products import grouped_kernels
-from services.trainer.transformer.kernels.swiglu import swiglu
-from services.trainer.transformer.mlp.mlp import _Experts
-from services.trainer.transformer.mlp.router import float32_logits
-from services.trainer.transformer.mlp.routing import sort_by_expert
 from tests.kit.expert_formulas import EXPERTS, LOADS, choose, mixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -209,7 +208,7 @@ def test_attention(window: int | None, kernel: str, lengths: list[int], heads: t
     tokens, scale = sum(lengths), 128**-0.5
     query, key, value = inputs = [leaf(tokens, count, 128) for count in (heads[0], heads[1], heads[1])]
     if kernel == "cudnn":
-        from services.trainer.transformer.attention.cudnn_attention import cudnn_attention
+        from services.trainer.transformer.cudnn_attention import cudnn_attention
 
         ours = cudnn_attention(query, key, value, cudnn_batches(lengths, torch.device("cuda")), scale, window)
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner.learner import Learner
-from services.trainer.transformer.attention.attention_kernels import attention_kernel
+from services.trainer.transformer.attention_kernels import attention_kernel
 from tests.integration.trainer.trainer_worlds import VOCAB, Job, make_learner, make_model
 from tests.kit.megatron_world import shut_down
 

@@ -161,7 +161,7 @@ def backward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
 
 
 DELTA_CHUNK = 64
-"""Tokens of a chunk in gated delta nets, as in services/trainer/transformer/delta_rule.py."""
+"""Tokens of a chunk in gated delta nets, as in services/trainer/transformer/sequence_layout.py."""
 
 
 def delta_net_work(shape: ModelShape, batch: MicroBatch) -> int:

@@ -22,7 +22,7 @@ from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.snapshots.snapshot import TrainedModel
 from services.trainer.learner.update import PendingUpdate
 from services.trainer.model.policy_model import freeze_routers, routers
-from services.trainer.transformer.mlp.router import reset_counters
+from services.trainer.transformer.router import reset_counters
 
 VALUE_LOSS = "value_loss"
 """Name under which micro-batches report their sum of the critic's loss."""

@@ -14,15 +14,15 @@ from services.trainer.batch.micro_batch import PackedMicroBatch, with_padding
 from services.trainer.batch.sequence_media import PackedMedia
 from services.trainer.megatron.world import World
 from services.trainer.model.towers import TOWER_OF_KIND, DeviceMedia
-from services.trainer.transformer.attention.context_parallel import ContextRanks
-from services.trainer.transformer.attention.heads import Rotary, rotary_table
-from services.trainer.transformer.attention.sequence_layout import (
+from services.trainer.transformer.context_parallel import ContextRanks
+from services.trainer.transformer.heads import Rotary, rotary_table
+from services.trainer.transformer.routing import RouterInputs
+from services.trainer.transformer.sequence_layout import (
     AttentionKernel,
     SequenceLayout,
     sequence_layout,
     to_device,
 )
-from services.trainer.transformer.mlp.routing import RouterInputs
 
 
 @dataclass(frozen=True, kw_only=True)

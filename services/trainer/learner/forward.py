@@ -51,9 +51,9 @@ from services.trainer.model.policy_model import (
     transformer_config,
 )
 from services.trainer.model.towers import TOWERS
-from services.trainer.transformer.activation_offload import ActivationOffload
-from services.trainer.transformer.attention.attention_kernels import attention_kernel, takes_prompts_once
-from services.trainer.transformer.attention.context_parallel import context_ranks
+from services.trainer.transformer.activation_memory import ActivationOffload
+from services.trainer.transformer.attention_kernels import attention_kernel, takes_prompts_once
+from services.trainer.transformer.context_parallel import context_ranks
 
 StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 """Result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""

@@ -73,7 +73,7 @@ from services.trainer.model.hf_weights import (
 )
 from services.trainer.model.parameter_entries import freeze
 from services.trainer.model.policy_model import freeze_routers, routers
-from services.trainer.transformer.mlp.router import recorded_experts, recording, reset_counters, routing_metrics
+from services.trainer.transformer.router import recorded_experts, recording, reset_counters, routing_metrics
 
 
 class Learner(Checkpointed):

@@ -146,7 +146,7 @@ def likeliest_tokens(
         found = logits[:, :eligible].topk(own, dim=-1)
         ids[rows, :own] = (found.indices + shard.start).int()
         if fused:
-            from services.trainer.transformer.kernels.vocabulary_kernels import vocabulary_statistics
+            from services.trainer.transformer.kernels.layer_kernels import vocabulary_statistics
 
             values[rows, :own] = _tempered(found.values, temperature[rows])
             statistics[:, rows] = vocabulary_statistics(logits, temperature[rows], no_token[rows])
@@ -214,7 +214,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in chunks.rows(hidden.shape[0]):
             logits = chunks.logits(hidden, weight, rows)
             if fused:
-                from services.trainer.transformer.kernels.vocabulary_kernels import vocabulary_statistics
+                from services.trainer.transformer.kernels.layer_kernels import vocabulary_statistics
 
                 statistics[:, rows] = vocabulary_statistics(logits, temperature[rows], columns[rows])
                 of_others[rows] = _tempered(_at(logits, others[rows]), temperature[rows])
@@ -271,7 +271,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 None if grad_entropies is None else grad_entropies[rows],
             )
             if ctx.fused:
-                from services.trainer.transformer.kernels.vocabulary_kernels import vocabulary_gradient_
+                from services.trainer.transformer.kernels.layer_kernels import vocabulary_gradient_
 
                 grad_logits = vocabulary_gradient_(*arguments).to(hidden.dtype)
             else:

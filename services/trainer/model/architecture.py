@@ -14,7 +14,7 @@ import torch
 
 from relaxd.models.shape import DeltaNetSizes
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
-from services.trainer.transformer.attention.heads import Rotary
+from services.trainer.transformer.heads import Rotary
 
 
 class ModelError(InvalidArgument):

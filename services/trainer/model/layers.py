@@ -16,10 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
-from services.trainer.transformer.activation_offload import ActivationOffload
-from services.trainer.transformer.attention.sequence_layout import SequenceLayout
-from services.trainer.transformer.mlp.mlp import MixtureOfExperts
-from services.trainer.transformer.recompute import Recompute
+from services.trainer.transformer.activation_memory import ActivationOffload, Recompute
+from services.trainer.transformer.mlp import MixtureOfExperts
+from services.trainer.transformer.sequence_layout import SequenceLayout
 
 # isort: split
 import torch
@@ -37,16 +36,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from relaxd.models.shape import DeltaNetSizes
-from services.trainer.transformer.attention.attention import PackedAttention
-from services.trainer.transformer.attention.context_parallel import (
+from services.trainer.transformer.attention import PackedAttention
+from services.trainer.transformer.context_parallel import (
     copy_kv_heads,
     gather_tokens,
     heads_to_tokens,
     tokens_to_heads,
 )
-from services.trainer.transformer.attention.heads import rms_norm, split_gates, split_heads
 from services.trainer.transformer.gated_delta_net import GatedDeltaNet
-from services.trainer.transformer.mlp.mlp import DenseMLP
+from services.trainer.transformer.heads import rms_norm, split_gates, split_heads
+from services.trainer.transformer.mlp import DenseMLP
 
 
 @dataclass

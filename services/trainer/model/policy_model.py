@@ -27,9 +27,9 @@ from services.trainer.megatron.world import World
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.layers import PolicyConfig, block_spec
 from services.trainer.model.towers import KEPT_BYTES, DeviceMedia, build_tower, media_rows
-from services.trainer.transformer.activation_offload import ActivationOffload
-from services.trainer.transformer.attention.sequence_layout import SequenceLayout
-from services.trainer.transformer.mlp.router import Router
+from services.trainer.transformer.activation_memory import ActivationOffload
+from services.trainer.transformer.router import Router
+from services.trainer.transformer.sequence_layout import SequenceLayout
 
 # isort: split
 

@@ -26,7 +26,7 @@ from relaxd.data.towers import TowerOutputs
 from relaxd.media.media_tokens import Grid
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from services.trainer.model.architecture import AUDIO_TOWER, VISUAL, ModelError, TowerArchitecture
-from services.trainer.transformer.attention.sequence_layout import DeepStack
+from services.trainer.transformer.sequence_layout import DeepStack
 
 TOWERS = "towers"
 """Name of the towers' module in the model's first stage."""

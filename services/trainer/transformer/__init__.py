@@ -1,1 +1,5 @@
-"""Parts from which `services.trainer.model` builds transformer layers: attention, MLPs, and kernels in Triton."""
+"""Parts from which `services.trainer.model` builds transformer layers: attention, MLPs, gated delta nets, kernels.
+
+`attention_kernels.py` chooses the kernel of attention; `sequence_layout.py` says where each token is; `mlp.py` combines
+router, experts and shared expert.
+"""

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.trainer.transformer.attention.sequence_layout import (
+from services.trainer.transformer.sequence_layout import (
     MAX_LENGTH_RATIO,
     MIN_LENGTH,
     MIN_SEQUENCES,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from services.trainer.model.layers import PolicyConfig
-from services.trainer.transformer.mlp.mlp import _Experts
-from services.trainer.transformer.mlp.router import Router
-from services.trainer.transformer.mlp.routing import copy_to_rows, sort_by_expert, sum_of_rows
+from services.trainer.transformer.mlp import _Experts
+from services.trainer.transformer.router import Router
+from services.trainer.transformer.routing import copy_to_rows, sort_by_expert, sum_of_rows
 from tests.kit.expert_formulas import EXPERTS, LOADS, TOP_K, choose, mixture
 
 HIDDEN, FFN = 24, 20

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.transformer.recompute import Recompute
+from services.trainer.transformer.activation_memory import Recompute
 
 
 class Chain:

@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from services.trainer.transformer.recompute import _View
+from services.trainer.transformer.activation_memory import _RecipeOutput
 
 HOOKS = torch.autograd.graph.saved_tensors_hooks
 
@@ -71,7 +71,7 @@ def _tensors(content: Any) -> list[Tensor]:
     """Return the tensors that a kept object needs: itself, or the first arguments of its recipe."""
     if isinstance(content, Tensor):
         return [content]
-    if isinstance(content, _View):
+    if isinstance(content, _RecipeOutput):
         return [tensor for argument in content._recipe._arguments for tensor in _tensors(argument)]
     return []
 

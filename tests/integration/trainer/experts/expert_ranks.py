@@ -37,8 +37,8 @@ def run_job(job: ExpertJob, ranks: int) -> dict[str, Any]:
 
     from services.trainer.megatron.world import initialize
     from services.trainer.model.layers import PolicyConfig
-    from services.trainer.transformer.mlp.mlp import Experts
-    from services.trainer.transformer.mlp.routing import Routing
+    from services.trainer.transformer.mlp import Experts
+    from services.trainer.transformer.routing import Routing
     from tests.kit.expert_formulas import EXPERTS
     from tests.kit.megatron_world import leave_layout
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.batch.micro_batch import pack
-from services.trainer.transformer.activation_offload import BLOCK_BYTES, ActivationOffload
-from services.trainer.transformer.recompute import Recompute, unpack
+from services.trainer.transformer.activation_memory import BLOCK_BYTES, ActivationOffload, Recompute, unpack
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 from tests.kit.megatron_world import leave_layout, shut_down
 

@@ -16,7 +16,7 @@ from services.trainer.learner import logprobs
 from services.trainer.model import architectures
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.towers import tower_shapes
-from services.trainer.transformer import delta_rule
+from services.trainer.transformer import sequence_layout
 from tests.integration.trainer.trainer_worlds import KINDS
 from tests.unit.tools.fitting.models import write_config
 
@@ -92,7 +92,7 @@ def test_constants_are_those_of_the_trainer() -> None:
     assert (activations.CHUNK_BYTES, activations.KEPT_SHARE) == (logprobs.CHUNK_BYTES, logprobs.KEPT_SHARE)
     assert host_and_disk.MAX_REPEAT == micro_batch_division.MAX_REPEAT
     assert speed.SCHEDULE == step_plan.SCHEDULE
-    assert activations.DELTA_CHUNK == delta_rule.CHUNK
+    assert activations.DELTA_CHUNK == sequence_layout.CHUNK
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from services.trainer.batch.micro_batch import PackedMicroBatch
 from services.trainer.megatron.gradient_accumulation import add_product_, writable
 from services.trainer.megatron.world import World
 from services.trainer.transformer.kernels.products import float32_product
-from services.trainer.transformer.mlp.routing import Routing
+from services.trainer.transformer.routing import Routing
 
 
 class Router(MegatronModule):

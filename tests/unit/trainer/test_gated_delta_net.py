@@ -9,7 +9,8 @@ from torch import Tensor
 
 from relaxd.board import ADVANTAGES
 from services.trainer.batch.micro_batch import PackedMicroBatch, TrainSequence, pack, with_padding
-from services.trainer.transformer.delta_rule import CHUNK, causal_convolution, chunk_tree, gated_delta_rule, unit
+from services.trainer.transformer.gated_delta_net import causal_convolution, gated_delta_rule, unit
+from services.trainer.transformer.sequence_layout import CHUNK, chunk_tree
 
 CPU = torch.device("cpu")
 HEADS, SHARED, KEY, VALUE = 2, 3, 8, 5

@@ -13,14 +13,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from services.trainer.transformer.attention.attention_kernels import slice_by_varlen, varlen_attention, visible
-from services.trainer.transformer.attention.sequence_layout import (
+from services.trainer.transformer.activation_memory import Recompute
+from services.trainer.transformer.attention_kernels import slice_by_varlen, varlen_attention, visible
+from services.trainer.transformer.sequence_layout import (
     QuerySlice,
     SequenceLayout,
     gather_from_sequences,
     scatter_to_sequences,
 )
-from services.trainer.transformer.recompute import Recompute
 
 
 class PackedAttention(MegatronModule):
@@ -62,7 +62,7 @@ class PackedAttention(MegatronModule):
                 for x in (key, value)
             )
         if layout.kernel == "cudnn":
-            from services.trainer.transformer.attention.cudnn_attention import cudnn_attention
+            from services.trainer.transformer.cudnn_attention import cudnn_attention
 
             output = cudnn_attention(query, key, value, layout.cudnn_batches, scale, self.window)
         elif layout.kernel == "varlen":

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.transformer.attention.sequence_layout import (
+from services.trainer.transformer.sequence_layout import (
     AttentionKernel,
     QuerySlice,
     cudnn_batches,
@@ -201,7 +201,7 @@ def _newest_flash_attention(head_size: int, windowed: bool) -> str:
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    from services.trainer.transformer.attention.cudnn_attention import cudnn_attention
+    from services.trainer.transformer.cudnn_attention import cudnn_attention
 
     return cudnn_attention(query, key, value, cudnn_batches(LENGTHS, query.device), query.shape[-1] ** -0.5, window)
 

@@ -15,7 +15,7 @@ import cudnn  # type: ignore[import-not-found, unused-ignore]
 import torch
 from torch import Tensor
 
-from services.trainer.transformer.attention.sequence_layout import CudnnBatch, rounded_up
+from services.trainer.transformer.sequence_layout import CudnnBatch, rounded_up
 
 _BFLOAT16, _FLOAT, _INT32, _INT64 = (getattr(cudnn.data_type, name) for name in ("BFLOAT16", "FLOAT", "INT32", "INT64"))
 
