@@ -15,8 +15,8 @@ from relaxd.config import RunConfig
 from relaxd.local import compose
 from relaxd.local.stack import address_here
 from relaxd.local.state_folder import StateFolder
+from relaxd.tools.doctor import Finding, Level, Scope
 from relaxd.tools.doctor.checks import Moment, examine
-from relaxd.tools.doctor.finding import Finding, Level, Scope
 
 STYLES: dict[Level, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "problem": "bold red"}
 PREFLIGHT_SECONDS = 0.3

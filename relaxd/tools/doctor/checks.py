@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from relaxd.tools.doctor.docker import check_docker
-from relaxd.tools.doctor.finding import Finding, Scope
+from relaxd.tools.doctor import Finding, Scope
 from relaxd.tools.doctor.gpus import check_gpus
 from relaxd.tools.doctor.host import (
     check_clock,
@@ -18,6 +17,7 @@ from relaxd.tools.doctor.host import (
 from relaxd.tools.doctor.packages import check_optional_packages, check_packages, check_trackers
 from relaxd.tools.doctor.services import (
     check_coordinator_port,
+    check_docker,
     check_redis,
     check_redis_program,
     check_services,

@@ -12,7 +12,7 @@ import psutil
 
 from relaxd.amounts import byte_amount
 from relaxd.replica.gpus import load_nvml, nvml_problem, visible_gpus
-from relaxd.tools.doctor.finding import Finding, Scope
+from relaxd.tools.doctor import Finding, Scope
 
 TAKEN_BYTES = 1 << 30
 """Memory of a GPU that other processes may use without a warning, in bytes."""

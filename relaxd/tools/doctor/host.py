@@ -25,7 +25,7 @@ from relaxd.replica.gpus import visible_gpus
 from relaxd.sandbox import landlock
 from relaxd.sandbox.enclosure import Measure
 from relaxd.sandbox.limits import ConfinementError, Limits, check
-from relaxd.tools.doctor.finding import Finding, Scope
+from relaxd.tools.doctor import Finding, Scope
 from relaxd.tools.fitting.fit import written
 from relaxd.waiting import duration
 

@@ -18,7 +18,7 @@ from relaxd.media.placeholders import IMAGE
 from relaxd.replica.gpus import visible_gpus
 from relaxd.rewards.table import BOXED, PACKAGES
 from relaxd.roles import JUDGE, ROLLOUT, TEACHER
-from relaxd.tools.doctor.finding import Finding, Level, Scope
+from relaxd.tools.doctor import Finding, Level, Scope
 
 SERVICES = ("coordinator", "reward", "advantage", "rollout", "trainer")
 """Extras of the services that `relaxd up` starts."""

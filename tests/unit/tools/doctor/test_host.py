@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.local.state_folder import StateFolder
-from relaxd.tools.doctor.finding import Scope
+from relaxd.tools.doctor import Scope
 from relaxd.tools.doctor.host import (
     check_clock,
     check_limits,
@@ -121,7 +121,7 @@ def test_this_machine_is_described(tmp_path: Path) -> None:
 def test_limits_are_those_of_the_process(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path\n"
-        "from relaxd.tools.doctor.finding import Scope\n"
+        "from relaxd.tools.doctor import Scope\n"
         "from relaxd.tools.doctor.host import check_limits\n"
         "from relaxd.local.state_folder import StateFolder\n"
         "print([(one.about, one.level) for one in check_limits(Scope(folder=StateFolder(Path('x'))))])"

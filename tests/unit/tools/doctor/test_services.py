@@ -18,7 +18,7 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.process.ports import ReservedPort
 from relaxd.rpc.server import start_server
 from relaxd.rpc.stack_identity import STACK_VARIABLE
-from relaxd.tools.doctor.finding import Scope
+from relaxd.tools.doctor import Scope
 from relaxd.tools.doctor.services import (
     check_coordinator_port,
     check_redis,

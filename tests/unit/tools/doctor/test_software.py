@@ -13,9 +13,8 @@ from relaxd.config.load_toml import load
 from relaxd.local.state_folder import StateFolder
 from relaxd.rewards.table import PACKAGES
 from relaxd.sandbox.enclosure import Measure
+from relaxd.tools.doctor import Scope
 from relaxd.tools.doctor.checks import CHECKS, examine
-from relaxd.tools.doctor.docker import check_docker, engine_findings, image_findings
-from relaxd.tools.doctor.finding import Scope
 from relaxd.tools.doctor.host import answers_finding, check_sandbox, enclosure_finding
 from relaxd.tools.doctor.packages import (
     OPTIONAL,
@@ -29,7 +28,7 @@ from relaxd.tools.doctor.packages import (
     trackers_finding,
 )
 from relaxd.tools.doctor.packages import TRACKER_PACKAGES as TRACKERS
-from relaxd.tools.doctor.services import status_findings
+from relaxd.tools.doctor.services import check_docker, engine_findings, image_findings, status_findings
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
 from tests.kit.cases import each
 
