@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 
-from relaxd.alerts.urls import VARIABLE as ALERT_URLS
+from relaxd.alerts.notifications import VARIABLE as ALERT_URLS
 from relaxd.amounts import byte_amount
 from relaxd.cli.options import FolderOption, RunNameArgument
 from relaxd.cli.output import show

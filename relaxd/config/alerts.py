@@ -5,7 +5,7 @@ from zoneinfo import ZoneInfo
 
 from pydantic import Field
 
-from relaxd.alerts.outbox import parse_quiet_hours
+from relaxd.alerts.notifications import parse_quiet_hours
 from relaxd.alerts.rules import parse_rule
 from relaxd.config.section import Section
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from zoneinfo import ZoneInfo
 
-from relaxd.alerts.outbox import Outbox, parse_quiet_hours
-from relaxd.alerts.urls import VARIABLE, AlertUrl, Sender, UrlProblem, read_urls
+from relaxd.alerts.notifications import VARIABLE, AlertUrl, Outbox, Sender, UrlProblem, parse_quiet_hours, read_urls
 from relaxd.run_folder import CODE, CONFIG, METRICS, replace_file
 from relaxd.trackers.feed import FOLDER, Feed, FollowedFile
 from relaxd.trackers.tracker import TrackedRun, redact

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from relaxd.alerts.outbox import Message
-from relaxd.alerts.urls import VARIABLE, AlertUrl, Sender, UrlProblem, read_urls
+from relaxd.alerts.notifications import VARIABLE, AlertUrl, Message, Sender, UrlProblem, read_urls
 from relaxd.cli.options import PASS_ON, load_words
 from relaxd.cli.output import show
 from relaxd.client import CliError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import relaxd
-from relaxd.alerts.urls import VARIABLE
+from relaxd.alerts.notifications import VARIABLE
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildExit
 from relaxd.telemetry.logs import escape
