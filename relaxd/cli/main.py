@@ -30,10 +30,9 @@ from relaxd.cli.options import (
     with_replica_options,
 )
 from relaxd.cli.output import EscapingConsole, show
-from relaxd.cli.preparing.alerts_command import alerts_app
 from relaxd.cli.preparing.config_command import config_app
 from relaxd.cli.preparing.data_command import data
-from relaxd.cli.preparing.doctor_command import doctor
+from relaxd.cli.preparing.doctor_command import alerts_app, doctor
 from relaxd.cli.preparing.env_command import env_app
 from relaxd.cli.preparing.eval_command import evaluate
 from relaxd.cli.preparing.first_steps import init, migrate_app, model_app

@@ -1,6 +1,8 @@
-"""`relaxd doctor`, and the machine checks that other commands run before they start anything."""
+"""`relaxd doctor`, the machine checks that other commands run before they start anything, and `relaxd alerts test`."""
 
+import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +11,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, StateOption, load_words, new_console
-from relaxd.cli.output import show_json
+from relaxd.alerts.notifications import VARIABLE, AlertUrl, Message, Sender, UrlProblem, read_urls
+from relaxd.cli.options import DEFAULT_STATE, PASS_ON, CoordinatorOption, StateOption, load_words, new_console
+from relaxd.cli.output import show, show_json
+from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.local import compose
 from relaxd.local.stack import address_here
@@ -95,3 +99,46 @@ def print_finding(finding: Finding, console: Console) -> None:
         console.print(f"        right: {finding.right}", soft_wrap=True)
     if finding.how:
         console.print(f"        try: {finding.how}", soft_wrap=True)
+
+
+alerts_app = typer.Typer(help="Try notifications.", no_args_is_help=True)
+MESSAGE = Message("relaxd: test", "a test message of relaxd alerts test", "info")
+MAX_AT_ONCE = 16
+
+
+@alerts_app.command("test", context_settings=PASS_ON)
+def alerts_test(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE.toml] [--section.key VALUE]...",
+            help="Configuration whose alerts.urls_file counts; default: the addresses in RELAXD_ALERT_URLS.",
+        ),
+    ] = None,
+) -> None:
+    """Send a test message to each address, and say which took it."""
+    file = load_words(words)[1].alerts.urls_file if words else ""
+    try:
+        urls = read_urls(file, os.environ)
+    except UrlProblem as error:
+        raise CliError(str(error)) from error
+    if not urls:
+        raise CliError(
+            f"there is no address to notify: neither {VARIABLE} nor alerts.urls_file has one",
+            f"{VARIABLE}='json://HOST/PATH' relaxd alerts test (docs/alerts.md)",
+        )
+    with ThreadPoolExecutor(MAX_AT_ONCE) as threads:
+        problems = list(threads.map(_try, urls))
+    for url, problem in zip(urls, problems, strict=True):
+        reports = f", with a report every {url.every} steps" if url.every else ""
+        show(f"{url.shown}: {problem or f'took the test message{reports}'}")
+    if any(problems):
+        raise typer.Exit(1)
+
+
+def _try(url: AlertUrl) -> str:
+    """Send the test message. Returns the problem; "" if there is none."""
+    try:
+        return Sender(url).send(MESSAGE)
+    except UrlProblem as error:
+        return str(error)
