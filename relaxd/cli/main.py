@@ -40,7 +40,6 @@ from relaxd.cli.preparing.fit_command import fit
 from relaxd.cli.preparing.reward_command import reward_app
 from relaxd.cli.push_command import push
 from relaxd.cli.reading import run_tables
-from relaxd.cli.reading.evaluation_command import evaluation
 from relaxd.cli.reading.ledger_command import ledger
 from relaxd.cli.reading.logs_command import logs, trace
 from relaxd.cli.reading.status_command import why
@@ -180,7 +179,8 @@ _add(up, down, status)
 _add(run_tables.watch, console, why)
 _add(run_commands.pause, run_commands.resume, run_commands.checkpoint, run_commands.stop, run_commands.delete)
 _add(scale, autoscale)
-_add(run_tables.samples, run_tables.metrics, run_tables.runs, logs, trace, run_tables.report, evaluation, ledger)
+_add(run_tables.samples, run_tables.metrics, run_tables.runs, logs, trace)
+_add(run_tables.report, run_tables.evaluation, ledger)
 _add(evaluate, name="eval", context_settings=PASS_ON)
 _add(run_checkpoints.checkpoints, run_checkpoints.replay, run_checkpoints.export, fork, bundle, push, sweep)
 

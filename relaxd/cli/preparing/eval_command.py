@@ -16,7 +16,7 @@ from relaxd.cli.options import WordsArgument, data_errors, new_console
 from relaxd.cli.preparing.data_command import load_words_or_prompts, set_of
 from relaxd.cli.preparing.first_steps import prepare_model
 from relaxd.cli.preparing.reward_command import try_reward
-from relaxd.cli.reading.evaluation_command import results_table
+from relaxd.cli.reading.run_tables import results_table
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, Problem

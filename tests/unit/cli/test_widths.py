@@ -5,10 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from relaxd.cli.reading.evaluation_command import results_table
 from relaxd.cli.reading.live_view import samples_table
 from relaxd.cli.reading.logs_command import trace_table
-from relaxd.cli.reading.run_tables import SHOWN_METRICS, _runs_table, metrics_tables
+from relaxd.cli.reading.run_tables import SHOWN_METRICS, _runs_table, metrics_tables, results_table
 from relaxd.report.run_result import set_rows
 from relaxd.report.traces import GroupTrace, TracedSpan
 from relaxd.v1 import coordinator_pb2 as pb
