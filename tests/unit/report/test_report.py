@@ -11,8 +11,7 @@ import pytest
 from relaxd.client import CliError
 from relaxd.config.load_toml import load
 from relaxd.report.charts import chart_data
-from relaxd.report.report_data import shown_text
-from relaxd.report.report_files import write_report
+from relaxd.report.report_files import shown_text, write_report
 from relaxd.report.run_result import read_result
 from relaxd.report.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
 from tests.kit.reports import read_report
