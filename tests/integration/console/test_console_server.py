@@ -14,9 +14,9 @@ from relaxd.rpc.errors import ServerError
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.run_folder import LOGS
 from relaxd.v1 import coordinator_pb2 as pb
+from services.console.__main__ import ConsoleServer
 from services.console.guard import CSRF_HEADER, HEADERS
 from services.console.pages import ACTIONS
-from services.console.server import ConsoleServer
 from tests.integration.security.guarded_cluster import Guarded, guarded_cluster
 from tests.kit.ports import free_port
 from tests.kit.waiting import PATIENCE
@@ -111,7 +111,7 @@ async def test_the_page_is_its_own_and_nobody_elses(visit: Callable[[], Browser]
     ):
         async with browser.client.get(f"{browser.url}assets/{asset}") as answer:
             assert answer.status == 200, asset
-    for place in ("assets/../server.py", "assets/%2e%2e/server.py", "assets/shared/../report_files.py", "nowhere"):
+    for place in ("assets/../__main__.py", "assets/%2e%2e/__main__.py", "assets/shared/../report_files.py", "nowhere"):
         async with browser.client.get(browser.url + place) as answer:
             assert answer.status == 404, place
 
