@@ -138,7 +138,8 @@ class GlooChain:
             try:
                 self._pass_on(batch)
             except RuntimeError as error:
-                batch.result.set_exception(error)
+                # Its frames hold the batch: with them the group and its sockets would stay open until a collection.
+                batch.result.set_exception(error.with_traceback(None))
             else:
                 batch.result.set_result(None)
         with contextlib.suppress(RuntimeError):

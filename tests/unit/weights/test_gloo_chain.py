@@ -1,5 +1,6 @@
 """The chain of a weight group, whose members are threads of this process."""
 
+import gc
 import logging
 import threading
 import time
@@ -111,7 +112,16 @@ def test_every_member_gets_the_bits_that_a_broadcast_brings(source: int) -> None
     assert found["gloo_chain"] == found["gloo"] == [[checksum(tensor) for tensor in sent]] * SIZE
 
 
-def test_the_loss_of_any_member_ends_it_for_all() -> None:
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Keep Python from closing what is garbage except for a reference cycle."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_the_loss_of_any_member_ends_it_for_all(no_collection: None) -> None:
+    before = threading.enumerate()
     group = members("loss")
     tensors = [torch.full((4 * PIECE_BYTES,), 7, dtype=torch.uint8) for _ in group]
 
@@ -131,6 +141,11 @@ def test_the_loss_of_any_member_ends_it_for_all() -> None:
             assert "loss" in str(answer)
             with pytest.raises(WeightGroupError, match="weight group loss is not connected"):
                 member.broadcast(tensors[0], 0, 1.0)
+    # Each has let go of its sockets: a send to one that hasn't waits in gloo until its deadline.
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(PROMPT)
+            assert not thread.is_alive(), f"{thread.name} still waits"
 
 
 def test_a_member_that_waits_leaves_at_its_deadline() -> None:
