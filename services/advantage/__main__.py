@@ -7,8 +7,7 @@ from relaxd.replica.replica_service import open_context
 from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import advantage_pb2_grpc
-from services.advantage.server import AdvantageServicer
-from services.advantage.service import AdvantageService
+from services.advantage.service import AdvantageService, AdvantageServicer
 
 
 async def main() -> None:

@@ -17,7 +17,7 @@ from relaxd.config.algorithm import ALGORITHM, OwnConfig
 from relaxd.config.load_toml import load_file
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.advantage_pb2 import ComputeRequest
-from services.advantage.server import parse_compute_request
+from services.advantage.service import parse_compute_request
 from services.coordinator.runs.starting import prepare
 from tests.kit.processes import run_python
 from tests.unit.algorithms.loss_inputs import make_inputs

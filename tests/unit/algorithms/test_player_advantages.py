@@ -8,7 +8,7 @@ import pytest
 from relaxd.algorithms import Advantages, Filtered, create
 from relaxd.board import DropReason, stages_for
 from relaxd.config import RunConfig
-from services.advantage.credit import advantages_by_part
+from services.advantage.service import advantages_by_part
 from services.agent.conversation import Conversation, ConversationTokens
 from services.agent.group_conversations import columns_of as conversation_columns
 

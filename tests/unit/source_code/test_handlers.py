@@ -1,12 +1,12 @@
-"""Where gRPC handlers are: those of a service in a file named *server.py, or in its only file; those of a child in its
-program's file."""
+"""Where gRPC handlers are: those of a service in a file named *server.py, with the service itself in a file named
+service.py, or in its only file; those of a child in its program's file."""
 
 import ast
 from collections.abc import Iterator, Mapping
 
 from tests.unit.source_code.calls import trees
 
-SERVER = "server.py"
+SERVER = ("server.py", "service.py")
 CHILDREN = {
     "relaxd/envs/host.py": "EnvironmentHandlers",
     "services/reward/worker_rewards.py": "Rewards",
@@ -28,10 +28,12 @@ def handlers(modules: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
                 yield file, node.name
 
 
-def test_handlers_of_services_are_in_server_py_and_those_of_children_are_listed() -> None:
+def test_handlers_of_services_are_in_named_files_and_those_of_children_are_listed() -> None:
     found = dict(handlers(trees()))
     elsewhere = {file: name for file, name in found.items() if not file.endswith(SERVER)}
-    assert elsewhere == CHILDREN | ONE_FILE, "move a service's handlers to its server.py, or list a child process"
+    assert elsewhere == CHILDREN | ONE_FILE, (
+        "move a service's handlers to its server.py or service.py, or list a child process"
+    )
 
 
 def test_a_handler_is_found_by_its_base() -> None:
