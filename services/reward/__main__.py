@@ -7,8 +7,7 @@ from relaxd.replica.replica_service import open_context
 from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import reward_pb2_grpc
-from services.reward.server import RewardServicer
-from services.reward.service import RewardService
+from services.reward.service import RewardService, RewardServicer
 
 
 async def main() -> None:

@@ -21,14 +21,13 @@ from relaxd.rewards.judge import JudgeError, NoJudgeError
 from relaxd.rpc.credentials import read_token
 from relaxd.rpc.service_settings import JUDGE_KEY
 from relaxd.v1.judge_pb2 import AskRequest, AskResponse
-from services.reward.cache import Score, Scored
 from services.reward.http_services import ChatCompletions
 from services.reward.judge import no_judge
 from services.reward.patience import MismatchError, UnreachableError
 from services.reward.remote_scorer import RemoteScorer, RemoteTerms, of_workers
 from services.reward.samples import samples_of_columns
 from services.reward.worker_enclosure import MissingPathError, MissingVariableError
-from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool, WorkerStartError
+from services.reward.worker_pool import REWARD_OF_RUN, Failure, Score, Scored, WorkerPool, WorkerStartError
 
 NOT_YET = (
     "the reward asks the judge, whose replicas are there only in a run; a server at roles.judge.address would be asked"

@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from relaxd.alerts.user_messages import Told, ignore
@@ -45,6 +45,11 @@ class Failure:
     """True if the reward asked the judge, but no judge is available here."""
     traceback: str = ""
     """Traceback of the exception that the reward raised."""
+
+
+Scored = list[RewardOutput | Failure]
+Score = Callable[[Sequence[RewardInput]], Awaitable[Scored]]
+"""Function that scores samples of one prompt, in order."""
 
 
 class PoolClosedError(Exception):

@@ -18,11 +18,11 @@ from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
 from relaxd.waiting import Backoff, waits
-from services.reward import grpc_client, patience
-from services.reward.cache import ScoreCache
+from services.reward import patience, remote_scorer
 from services.reward.patience import MismatchError
 from services.reward.remote_scorer import RemoteScorer
 from services.reward.reward_trial import try_reward
+from services.reward.service import ScoreCache
 from services.reward.worker_enclosure import MissingVariableError
 from services.reward.worker_pool import Failure
 from tests.kit.cases import each
@@ -99,7 +99,9 @@ class Bench:
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setattr(patience, "PAUSE", Backoff(0.01, 0.05))
     monkeypatch.setattr(patience, "PROBE_PAUSE", Backoff(0.01, 0.05))
-    monkeypatch.setattr(grpc_client, "_OPTIONS", [*grpc_client._OPTIONS[:-2], ("grpc.min_reconnect_backoff_ms", 50)])
+    monkeypatch.setattr(
+        remote_scorer, "_OPTIONS", [*remote_scorer._OPTIONS[:-2], ("grpc.min_reconnect_backoff_ms", 50)]
+    )
     async with AsyncExitStack() as stack:
         made = Bench(stack)
         stack.push_async_callback(made.stop)
