@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relaxd.media.messages import tagged
-from relaxd.rewards.mathematics.boxed import last_boxed
+from relaxd.rewards.mathematics.normal_forms import last_boxed
 
 Z95 = 1.959963984540054
 """The normal distribution's quantile for a two-sided interval of 95 %."""

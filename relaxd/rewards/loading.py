@@ -11,7 +11,7 @@ from typing import Any, cast
 from relaxd.importing import describe_missing, import_file
 from relaxd.rewards.calling import describe_error, name_of, parameters_of, place
 from relaxd.rewards.interface import BadRewardError, Reward, RewardInput, ground_truth
-from relaxd.rewards.mathematics.boxed import last_boxed
+from relaxd.rewards.mathematics.normal_forms import last_boxed
 from relaxd.rewards.table import BOXED, PACKAGES, REWARDS, UnknownRewardError, check_name
 
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})

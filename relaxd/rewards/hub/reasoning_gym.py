@@ -10,7 +10,7 @@ from typing import Any
 from relaxd.data.sources.reasoning_gym_source import KEY, Task, make_task
 from relaxd.media.messages import tagged
 from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
-from relaxd.rewards.mathematics.formulas import Unreadable, parse
+from relaxd.rewards.mathematics.equality import Unreadable, parse
 
 _FORMULAS = frozenset({"countdown", "puzzle24", "simple_integration", "intermediate_integration"})
 """Tasks that parse an answer with sympy's parser, which calls eval."""

@@ -3,8 +3,7 @@
 import re
 
 from relaxd.rewards.interface import RewardInput
-from relaxd.rewards.mathematics.boxed import last_boxed
-from relaxd.rewards.mathematics.normal_forms import reference
+from relaxd.rewards.mathematics.normal_forms import last_boxed, reference
 
 _LAST = 300
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")

@@ -1,9 +1,8 @@
 """Reward for mathematical answers in a box."""
 
 from relaxd.rewards.interface import RewardInput
-from relaxd.rewards.mathematics.boxed import last_boxed
 from relaxd.rewards.mathematics.equality import are_equal
-from relaxd.rewards.mathematics.normal_forms import reference
+from relaxd.rewards.mathematics.normal_forms import last_boxed, reference
 
 
 def math(sample: RewardInput) -> dict[str, float]:

@@ -8,9 +8,8 @@ from contextlib import suppress
 import pytest
 
 from relaxd.rewards.interface import TooSlow, time_limit
-from relaxd.rewards.mathematics.boxed import last_boxed
-from relaxd.rewards.mathematics.equality import SYMPY_SECONDS, are_equal
-from relaxd.rewards.mathematics.formulas import Unreadable, parse
+from relaxd.rewards.mathematics.equality import SYMPY_SECONDS, Unreadable, are_equal, parse
+from relaxd.rewards.mathematics.normal_forms import last_boxed
 from tests.kit.cases import each
 from tests.unit.rewards.scoring import LONG, score
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaxd.rewards import RewardInput, resolve
-from relaxd.rewards.mathematics import boxed, equality
-from relaxd.rewards.mathematics.boxed import last_boxed
+from relaxd.rewards.mathematics import equality, normal_forms
 from relaxd.rewards.mathematics.equality import are_equal
-from relaxd.rewards.mathematics.normal_forms import normalize, numeral, plain, rational
+from relaxd.rewards.mathematics.normal_forms import last_boxed, normalize, numeral, plain, rational
 from tests.kit.cases import each
 
 DIGITS = ("0", "1", "2", "4", "5", "25", "50", "007", "1234", "1,234", "12,34", "0.5", ".5", "0.50", "2.0", "1,234.0")
@@ -133,7 +132,7 @@ def closing(text: str, start: int) -> int | None:
 @given(REPLIES)
 def test_short_ways_give_what_the_long_ones_do(text):
     found = last_boxed(text)
-    with patch.object(boxed, "_TAIL", 0):
+    with patch.object(normal_forms, "_TAIL", 0):
         assert last_boxed(text) == found
     assert are_equal(text, text) == bool(numeral(text) or normalize(text))
     thought = re.match(r"(?s)<think>.*</think>.*\\boxed\{.*\}", text.strip())
