@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from relaxd.data.vision import VisionModel
+from relaxd.media.images import SCALE
 from relaxd.media.kinds import RecentItems
-from relaxd.media.patches import SCALE
 from relaxd.media.sounds import SoundRule
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ from relaxd.config import DataConfig
 from relaxd.data.examples import Example
 from relaxd.data.special_tokens import read_object
 from relaxd.engines import MODEL_KINDS
-from relaxd.media.images import ImageRule
+from relaxd.media.images import SCALE, ImageRule, cut_patches, patches
 from relaxd.media.kinds import MEDIA_KINDS, MediaKind, MediaSize, NormalMedia
 from relaxd.media.media_tokens import NONE, SECOND_FRAMES, SECOND_TOKENS, Grid, MediaTokens
-from relaxd.media.patches import SCALE, cut_patches, patches
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.media.sounds import SoundRule
 from relaxd.media.sources import MediaError, MediaHostAway, with_hosts
@@ -89,7 +88,7 @@ class VisionModel:
         return samples
 
     def patches(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the patches of an item in its normal form (`relaxd.media.patches`)."""
+        """Return the patches of an item in its normal form (`relaxd.media.images`)."""
         return patches(pixels, self.rule, grid, self.mean, self.std, self.times)
 
 

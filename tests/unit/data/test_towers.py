@@ -5,9 +5,8 @@ import torch
 
 from relaxd.data.towers import normalised
 from relaxd.data.vision import CLIP_MEAN, CLIP_STD, VisionModel
-from relaxd.media.images import ImageRule
+from relaxd.media.images import ImageRule, cut_patches
 from relaxd.media.media_tokens import MediaTokens
-from relaxd.media.patches import cut_patches
 
 
 def test_they_are_the_same_bit_for_bit() -> None:

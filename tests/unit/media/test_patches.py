@@ -7,9 +7,8 @@ import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from relaxd.data.vision import CLIP_MEAN, CLIP_STD
-from relaxd.media.images import ImageRule, normalise_image
+from relaxd.media.images import ImageRule, normalise_image, patches
 from relaxd.media.kinds import MediaCache
-from relaxd.media.patches import patches
 from relaxd.media.prompt_media import contents_of, grids_of, hashes_of, to_columns
 from relaxd.media.sources import MediaError
 from tests.kit.vision import encoded, picture

@@ -15,8 +15,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.video_utils import VideoMetadata
 
 from relaxd.media import videos
-from relaxd.media.images import decode_png
-from relaxd.media.patches import patches
+from relaxd.media.images import decode_png, patches
 from relaxd.media.prompt_media import PromptMedia, with_own_sounds, with_references
 from relaxd.media.sounds import SoundRule, decode_wav
 from relaxd.media.sources import MediaError
