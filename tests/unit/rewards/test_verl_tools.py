@@ -432,10 +432,10 @@ def test_verl_itself_is_used_where_it_is_installed(tmp_path, write, monkeypatch)
     for name in ("__init__.py", "tools/__init__.py", "utils/__init__.py"):
         (folder / name).write_text("")
     (folder / "utils" / "rollout_trace.py").write_text("rollout_trace_op = lambda function: function\n")
-    from relaxd.envs import verl_stand_ins
+    from relaxd.envs import verl_tools
 
-    own = Path(verl_stand_ins.__file__).read_text()
-    (folder / "tools" / "schemas.py").write_text(own.replace('"""Stand-ins', 'IS_VERL = True\n"""Stand-ins'))
+    own = Path(verl_tools.__file__).read_text()
+    (folder / "tools" / "schemas.py").write_text(own.replace('"""Tools in', 'IS_VERL = True\n"""Tools in'))
     (folder / "tools" / "base_tool.py").write_text("from verl.tools.schemas import BaseTool\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert score(write(ADD), call("add", a=1, b=2))[0]["reward"] == 0.5
