@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relaxd.replica.peer_replicas import Peer
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
-from services.agent import agent_service
+from services.agent import service
 from services.agent.engines import EngineSession, RunEngines
 
 ROUTING = "BENCHMARK_ROUTING"
@@ -40,7 +40,7 @@ class RoutedEngines(RunEngines):
 
 def main() -> None:
     """Start the replica."""
-    agent_service.RunEngines = RoutedEngines  # type: ignore[misc]
+    service.RunEngines = RoutedEngines  # type: ignore[misc]
     runpy.run_module("services.agent", run_name="__main__", alter_sys=True)
 
 

@@ -190,10 +190,10 @@ def main() -> None:
     elif role == "rollout":
         ENGINES[ENGINE] = replace(ENGINES[ENGINE], module="benchmarks.conversation_parts")
     else:
-        from services.agent import agent_service
+        from services.agent import service
 
         os.sched_setaffinity(0, set(map(int, os.environ[CORES].split(","))))
-        agent_service.RunEngines = TimedEngines  # type: ignore[misc]
+        service.RunEngines = TimedEngines  # type: ignore[misc]
         follow_number()
     runpy.run_module(f"services.{role}", run_name="__main__", alter_sys=True)
 

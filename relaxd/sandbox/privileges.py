@@ -1,10 +1,16 @@
 """Functions by which a process permanently gives up privileges: capabilities, set-user-id programs, its user's
-rights."""
+rights.
+
+`python -I -S privileges.py PARENT COMMAND...` becomes a program that Linux kills when the process with the id PARENT
+ends. Exit code 127: COMMAND can't be executed. The file is run by its path and with the standard library alone, so that
+it starts in milliseconds.
+"""
 
 import ctypes
 import errno
 import os
 import signal
+import sys
 
 _CAPABILITIES_VERSION = 0x20080522
 _NEW_USER_NAMESPACE = 0x10000000
@@ -73,3 +79,19 @@ def _prctl(option: int, value: int, name: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"{name} can't be set")
+
+
+def become_bound_program(parent: str, *command: str) -> None:
+    """Replace this process with a program that ends no later than its parent, the process `parent`."""
+    die_with_parent()
+    if os.getppid() != int(parent):
+        sys.exit("the parent has ended")
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]} can't be executed: {error.strerror}", file=sys.stderr)
+        sys.exit(127)
+
+
+if __name__ == "__main__":
+    become_bound_program(*sys.argv[1:])

@@ -8,8 +8,7 @@ from relaxd.roles import AGENT
 from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import agent_pb2_grpc
-from services.agent.agent_service import AgentService
-from services.agent.server import AgentServicer
+from services.agent.service import AgentService, AgentServicer
 
 
 async def main() -> None:

@@ -17,15 +17,16 @@ from services.agent.chat_requests import (
     BadRequest,
     ChatAnswer,
     ChatRequest,
+    SessionMedia,
     StoredMessages,
     answer_message,
     common_messages,
+    joined,
     new_messages,
     with_tool_names,
 )
 from services.agent.conversation import Conversation, ConversationStart
 from services.agent.model_turns import MessageTokens, ModelTurns, PolicyModel, tool_names
-from services.agent.session_media import SessionMedia, joined
 
 
 class PromptTokens:

@@ -22,7 +22,7 @@ from relaxd.process.child import KILL_SECONDS
 from relaxd.rpc.errors import InvalidArgument, Unavailable
 from relaxd.telemetry.logs import escape
 from services.agent.chat_session import ChatSession
-from services.agent.programs import TAIL_BYTES, Programs, RunningProgram, sample_folder
+from services.agent.program_conversations import TAIL_BYTES, Programs, RunningProgram, sample_folder
 
 CALL_SECONDS = 60.0
 """Deadline of a call to the Docker engine, in seconds, except the wait for a container's end."""

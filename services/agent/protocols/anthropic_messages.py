@@ -6,7 +6,16 @@ from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.media.placeholders import IMAGE
-from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, Stored, StoredMessages, shown
+from services.agent.chat_requests import (
+    BadRequest,
+    ChatAnswer,
+    ChatRequest,
+    SessionMedia,
+    Stored,
+    StoredMessages,
+    joined,
+    shown,
+)
 from services.agent.protocols.protocol import (
     Parts,
     Protocol,
@@ -21,7 +30,6 @@ from services.agent.protocols.protocol import (
     read_part,
     request_of,
 )
-from services.agent.session_media import SessionMedia, joined
 
 ROLES = ("user", "assistant", "system")
 """Roles of messages."""

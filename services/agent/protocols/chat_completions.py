@@ -7,7 +7,7 @@ from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.media.placeholders import PARTS as MEDIA_PARTS
-from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, StoredMessages, shown
+from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, SessionMedia, StoredMessages, shown
 from services.agent.protocols.protocol import (
     Parts,
     Protocol,
@@ -21,7 +21,6 @@ from services.agent.protocols.protocol import (
     read_list,
     request_of,
 )
-from services.agent.session_media import SessionMedia
 
 ROLES: Mapping[str, str] = {
     "system": "system",

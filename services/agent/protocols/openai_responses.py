@@ -6,7 +6,15 @@ from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.media.placeholders import AUDIO, IMAGE
-from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, Stored, StoredMessages, shown
+from services.agent.chat_requests import (
+    BadRequest,
+    ChatAnswer,
+    ChatRequest,
+    SessionMedia,
+    Stored,
+    StoredMessages,
+    shown,
+)
 from services.agent.protocols.chat_completions import ROLES
 from services.agent.protocols.protocol import (
     Parts,
@@ -22,7 +30,6 @@ from services.agent.protocols.protocol import (
     read_list,
     request_of,
 )
-from services.agent.session_media import SessionMedia
 
 SUPPORTED: Supported = {
     "tool_choice": (("auto", "none"), 'use "auto" or "none"'),

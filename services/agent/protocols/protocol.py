@@ -11,8 +11,15 @@ from relaxd.envs.environment import BadEnvironmentError, check_tools
 from relaxd.json_text import parse_json
 from relaxd.media.placeholders import Content
 from relaxd.media.sources import MediaError
-from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, StoredMessages, shown
-from services.agent.session_media import SessionMedia, joined
+from services.agent.chat_requests import (
+    BadRequest,
+    ChatAnswer,
+    ChatRequest,
+    SessionMedia,
+    StoredMessages,
+    joined,
+    shown,
+)
 
 MODEL = "policy"
 """The endpoint's name for the model; requests may use any name."""

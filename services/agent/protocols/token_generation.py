@@ -4,9 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, StoredMessages, shown
+from services.agent.chat_requests import BadRequest, ChatAnswer, ChatRequest, SessionMedia, StoredMessages, shown
 from services.agent.protocols.protocol import Protocol, Supported, check_supported, digest_of, positive, texts
-from services.agent.session_media import SessionMedia
 
 SUPPORTED: Supported = {
     "stream": ((False, True), "use true or false"),

@@ -16,8 +16,7 @@ from relaxd.envs.replies import reply_format
 from services.agent.conversation import Conversation, ConversationStart
 from services.agent.engines import EngineSession
 from services.agent.model_turns import PolicyModel
-from services.agent.program_conversations import ProgramConversations
-from services.agent.programs import Programs
+from services.agent.program_conversations import ProgramConversations, Programs
 from tests.integration.agent.scripted_engines import STOP, Fleet, encode
 from tests.kit.models import byte_tokenizer
 

@@ -16,8 +16,8 @@ from relaxd.v1.sample_pb2 import SamplingParams
 from relaxd.waiting import waits
 from services.agent import engines, group_conversations
 from services.agent.engines import EngineSession, WantedWeights
-from services.agent.evaluation_conversations import EvaluationConversations
 from services.agent.group_conversations import GroupConversations
+from services.agent.service import EvaluationConversations
 from tests.integration.agent.conversation_kit import ASKED, ECHO, check_tokens, config_of, service_of, talks
 from tests.integration.agent.scripted_engines import Act, Fleet
 from tests.kit.models import byte_tokenizer

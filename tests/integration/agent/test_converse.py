@@ -21,9 +21,8 @@ from relaxd.v1.sample_pb2 import SamplingParams
 from services.agent.conversation import EnvironmentConversations
 from services.agent.engines import WantedWeights
 from services.agent.environments import Environments
-from services.agent.evaluation_conversations import EvaluationConversations
 from services.agent.model_turns import PolicyModel
-from services.agent.server import AgentServicer
+from services.agent.service import AgentServicer, EvaluationConversations
 from tests.kit.tokenizer import write_tokenizer
 from tests.kit.waiting import eventually
 

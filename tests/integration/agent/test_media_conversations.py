@@ -28,8 +28,8 @@ from relaxd.v1.reward_pb2 import ScoreRequest
 from relaxd.v1.sample_pb2 import SamplingParams
 from services.agent.conversation import Conversation
 from services.agent.engines import EngineSession, WantedWeights
-from services.agent.evaluation_conversations import EvaluationConversations
 from services.agent.group_conversations import columns_of, media_columns_of
+from services.agent.service import EvaluationConversations
 from services.reward.samples import samples_of_columns, samples_of_request
 from services.trainer.batch.groups import check_group
 from services.trainer.batch.micro_batch import pack

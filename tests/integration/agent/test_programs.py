@@ -11,13 +11,13 @@ import pytest
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.rpc.errors import InvalidArgument
-from relaxd.sandbox import bound_program
+from relaxd.sandbox import privileges
 from relaxd.v1.rollout_pb2 import GenerateRequest
 from services.agent.chat_session import ChatSession
 from services.agent.conversation import Conversation
 from services.agent.engines import OutOfTime
 from services.agent.group_conversations import columns_of
-from services.agent.programs import Programs
+from services.agent.program_conversations import Programs
 from tests.integration.agent.program_kit import (
     CALLS,
     EXAMPLE,
@@ -233,7 +233,7 @@ input()
 
 def test_a_program_ends_when_the_service_is_killed() -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with start_python("-c", PARENT, bound_program.__file__, **pipes) as parent:
+    with start_python("-c", PARENT, privileges.__file__, **pipes) as parent:
         program = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     wait_until(lambda: not program.is_running() or program.status() == "zombie", "the program's end")

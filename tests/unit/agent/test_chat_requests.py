@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from relaxd.data.examples import Message
-from services.agent.chat_requests import BadRequest, StoredMessages, new_messages
+from services.agent.chat_requests import BadRequest, SessionMedia, StoredMessages, new_messages
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.protocol import read_object
-from services.agent.session_media import SessionMedia
 
 USER = {"role": "user", "content": "Hello"}
 

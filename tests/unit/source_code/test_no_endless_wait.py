@@ -111,7 +111,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/active_run.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
         ("services/coordinator/scaling/replica_drive.py", "ReplicaDrive._drain"),  # a call with a deadline
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
-        ("services/agent/programs.py", "Program.wait"),  # its caller's deadline
+        ("services/agent/program_conversations.py", "Program.wait"),  # its caller's deadline
         ("services/agent/program_conversations.py", "ProgramConversations._converse"),  # the conversation's time
         ("services/reward/worker_pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
         ("services/reward/worker_rewards.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline

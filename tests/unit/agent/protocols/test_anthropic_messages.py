@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.agent.chat_requests import BadRequest, ChatAnswer, StoredMessages
+from services.agent.chat_requests import BadRequest, ChatAnswer, SessionMedia, StoredMessages
 from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.protocol import read_object
-from services.agent.session_media import SessionMedia
 from tests.kit.cases import each
 
 USER = {"role": "user", "content": "Hello"}

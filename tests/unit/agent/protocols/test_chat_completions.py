@@ -7,10 +7,9 @@ import pytest
 
 from relaxd.envs.environment import ToolCall
 from relaxd.envs.replies import ParsedReply
-from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, StoredMessages, answer_message
+from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, SessionMedia, StoredMessages, answer_message
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.protocol import read_object
-from services.agent.session_media import SessionMedia
 from tests.kit.cases import each
 
 USER = {"role": "user", "content": "Hello"}

@@ -12,12 +12,11 @@ from relaxd.media.images import normalise_image
 from relaxd.media.prompt_media import StoredMedia, reference_part
 from relaxd.media.sources import data_uri
 from relaxd.media.videos import normalise_video
-from services.agent.chat_requests import BadRequest, StoredMessages, new_messages
+from services.agent.chat_requests import BadRequest, SessionMedia, StoredMessages, new_messages
 from services.agent.protocols.anthropic_messages import ANTHROPIC_MESSAGES
 from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
 from services.agent.protocols.openai_responses import OPENAI_RESPONSES
 from services.agent.protocols.protocol import Protocol, read_object
-from services.agent.session_media import SessionMedia
 from tests.kit.sounds import WITH_SOUND, encoded_sound, sound, write_omni_model
 from tests.kit.vision import WITH_VIDEO, clip, encoded, encoded_clip, picture, write_vision_model
 

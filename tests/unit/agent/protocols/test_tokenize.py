@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.agent.chat_requests import BadRequest
+from services.agent.chat_requests import BadRequest, SessionMedia
 from services.agent.protocols.chat_completions import read_tokenize_request
-from services.agent.session_media import SessionMedia
 from tests.kit.cases import each
 
 USER = {"role": "user", "content": "Hello"}
