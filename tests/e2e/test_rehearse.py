@@ -197,11 +197,11 @@ def test_a_rehearsal_has_the_autoscaler_of_the_run(workplace: Workplace, mode: s
     rows = "".join(re.findall(r"│([^│]*)│\n", output))
     rows = " ".join(rows.split())
     shown = re.search(
-        r"([\d fors,]+)\. Decisions: at \d+ s 1 to ([234])( \(not done\))?: the trainer waits for busy", rows
+        r"(\d+ for [\d a-z,]+)\. Decisions: at \d+ s 1 to ([234])( \(not done\))?: the trainer waits for busy", rows
     )
     assert shown is not None, output
     numbers, wanted, undone = shown.groups()
-    counts = [int(number) for number in re.findall(r"(\d+) for \d+ s", numbers)]
+    counts = [int(number) for number in re.findall(r"(\d+) (?:for \d+ s|at rest)", numbers)]
     if mode == "on":
         assert undone is None
         assert counts[0] == 1

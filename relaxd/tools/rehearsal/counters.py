@@ -58,9 +58,13 @@ class EngineNumbers:
     def row(self, begin: float, end: float) -> str:
         """Format the numbers of replicas between two times, and the decisions until `end`, for the report.
 
+        If the number at rest, for which the control plane is judged, is another one, it follows.
         Times of decisions are in seconds since the start of the run, as in progress lines.
         """
-        numbers = [f"{number} for {seconds:.0f} s" for number, seconds in self._spans(begin, end) if seconds >= 0.5]
+        spans = [(number, seconds) for number, seconds in self._spans(begin, end) if seconds >= 0.5]
+        numbers = [f"{number} for {seconds:.0f} s" for number, seconds in spans]
+        if spans and spans[-1][0] != self.last:
+            numbers.append(f"{self.last} at rest")
         decided = [f"at {time - self.changes[0][0]:.0f} s {text}" for time, text in self.decisions if time <= end]
         return f"{_shown(numbers, ', ')}. Decisions: {_shown(decided, '; ') or 'none'}"
 

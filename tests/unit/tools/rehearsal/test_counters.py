@@ -97,7 +97,7 @@ def test_the_row_shows_numbers_and_decisions() -> None:
     assert observed().row(10.0, 50.0) == (
         "2 for 10 s, 4 for 20 s, 3 for 10 s. Decisions: at 15 s 2 to 4: busy; at 40 s 4 to 3 (not done): idle"
     )
-    assert observed().row(1.0, 10.0) == "2 for 9 s. Decisions: none"
+    assert observed().row(1.0, 10.0) == "2 for 9 s, 3 at rest. Decisions: none"
 
 
 def test_the_row_shows_the_last_decisions_of_many() -> None:
