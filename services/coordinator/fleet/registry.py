@@ -98,7 +98,7 @@ async def _wait(event: asyncio.Event, timeout_seconds: float) -> None:
 logger = logging.getLogger(__name__)
 
 Version = tuple[int, int]
-"""(term, version)."""
+"""Identity of weights: the term of the trainer that made them, and their version."""
 GAP_SECONDS_PER_REPLICA = 4e-4
 """Minimum seconds between two wake-ups of waiters, per replica of the fleet. Each waiter reads the whole fleet, so a
 fixed minimum would leave a large fleet's coordinator no time for anything else."""

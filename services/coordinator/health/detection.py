@@ -34,7 +34,7 @@ class HealthIssue:
 
 @dataclass
 class _Watch:
-    """Observations of one process; times are the clock's."""
+    """Observations of one process. Times are those of `HealthSignals`' clock."""
 
     registered_at: float
     progress: int

@@ -27,7 +27,7 @@ from services.coordinator.state.records import Evaluation
 from services.coordinator.state.retries import FolderRetry, RedisRetry
 
 BUSY, PAUSED = 1.0, 2.0
-"""Values of the gauge engine_state."""
+"""Values of the gauge engine_state of an engine that generates, and of one that is paused."""
 MOST_IN_LINE = 32
 """Maximum number of replicas with separate values in a step's line. More would hardly be read, and hundreds would add
 tens of kilobytes to each line."""

@@ -96,7 +96,7 @@ class RunSnapshot:
     held: Mapping[str, HeldGroup] = field(default_factory=dict)
     """The group that each stage has held for the longest."""
     lease_seconds: float = 60.0
-    """The lease on a held group (board.lease_seconds)."""
+    """Seconds after which a stage loses a group that it holds without renewal (board.lease_seconds)."""
     gate: tuple[str, str] = ("", "")
     """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
     open."""

@@ -59,7 +59,7 @@ class Condition:
     """One condition of a rule."""
 
     rule: str
-    """Rule of the condition: "out" or "in"."""
+    """Rule that needs the condition: "out" adds replicas, "in" removes one."""
     name: str
     value: float
     threshold: float
@@ -74,7 +74,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Answer of the policy at one moment."""
+    """Number of replicas that the policy wants at one moment, and why."""
 
     wanted: int
     """Desired number of replicas."""

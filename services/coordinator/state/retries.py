@@ -89,14 +89,14 @@ class Retry:
                     await asyncio.sleep(RETRY_SECONDS)  # named: above
 
     def _begin(self, wait: Wait, ends: ExitStack) -> None:
-        """Name the wait until `ends` closes, unless it is named already."""
+        """Show the wait among the process's waits until `ends` closes. Does nothing if it is shown already."""
         if wait not in self._waits:
             self._waits.add(wait)
             ends.callback(self._waits.discard, wait)
             ends.enter_context(wait.named())
 
     async def in_thread(self, operation: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
-        """Run a blocking operation in a thread. See `call`."""
+        """Repeat a blocking operation in a thread, like `call`."""
         return await self.call(asyncio.to_thread, operation, *arguments, **named)
 
 

@@ -44,7 +44,7 @@ from services.coordinator.weights.weight_sync import WeightSync
 
 
 class HandoffMove(StrEnum):
-    """The next action."""
+    """A move of the GPU handoff: which replicas sleep and which wake up next."""
 
     WAIT = "wait"
     """No move: a replica works, starts, or is missing."""

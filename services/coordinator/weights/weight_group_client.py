@@ -97,7 +97,7 @@ class TransferTimes:
 
 
 class WeightGroupClient:
-    """The steps of a synchronisation. All raise SyncFailed."""
+    """Makes the calls of a weight synchronisation's steps. Each step raises SyncFailed if a member fails."""
 
     def __init__(self, registry: Registry, peers: Peers, config: WeightsConfig) -> None:
         self._registry = registry
@@ -105,8 +105,7 @@ class WeightGroupClient:
         self._config = config
 
     def _pause(self, sync_id: int) -> tuple[rollout_pb2.PauseGenerationRequest, float]:
-        """Return a pause request and its call's deadline in seconds. The request's lease is a synchronisation's maximum
-        time."""
+        """Return a pause request, leased for the longest synchronisation, and its call's deadline in seconds."""
         config = self._config
         wait = config.timeout_seconds if config.pause == "drain" else config.connect_timeout_seconds
         request = rollout_pb2.PauseGenerationRequest(

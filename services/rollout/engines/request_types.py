@@ -73,13 +73,13 @@ class Sampling:
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 means greedy."""
+    """Temperature of sampling; 0: the likeliest token is taken."""
     top_p: float = 1.0
-    """1 means off."""
+    """Total probability of the likeliest tokens from which one is drawn; 1: all tokens."""
     top_k: int = 0
-    """0 means off."""
+    """Number of the likeliest tokens from which one is drawn; 0: all tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Empty means the model's own end tokens."""
+    """Ids of the tokens that end a sample; empty: the model's own end tokens."""
     ignore_eos: bool = False
     seed: int = 0
     stop: tuple[str, ...] = ()
@@ -213,7 +213,7 @@ class HeldWeights(Protocol):
 
 
 def check_named(named: Version | None, engine: HeldWeights) -> None:
-    """Raise EngineError if an engine can't resume with weights `named`; None if the resume names no weights."""
+    """Raise EngineError if an engine can't resume with the weights that the resume names; `named` is None for none."""
     held = engine.weights
     if named is not None and (named != held or engine.quarantined):
         state = "is quarantined" if engine.quarantined else f"has {held or 'no weights'}"

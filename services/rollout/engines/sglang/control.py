@@ -45,7 +45,7 @@ class SchedulerUpdate:
         *,
         after_failure: bool,
     ) -> None:
-        """`number`: of the update; `ranks`: number of scheduler processes; `key`: the weights' prefix-cache key.
+        """`number`: the update's number; `ranks`: number of scheduler processes; `key`: the weights' prefix-cache key.
 
         `pause_deadline`: latest start of the pause, by time.monotonic(); `after_failure`: True if an update has failed
         since the last successful one.
@@ -158,7 +158,7 @@ class SchedulerControl:
         self._changing = False
         """True while the schedulers pause or resume."""
         self._pausing: PauseMode | None = None
-        """Mode of a pause for an update that `supervise` has to wait for."""
+        """Mode of the pause that an update's message has begun, until `supervise` has waited for it; else None."""
         self._update: SchedulerUpdate | None = None
         """The update under way."""
         self._commits = 0

@@ -68,7 +68,7 @@ class NewsSender:
     """Sends reports to the engine's process, in order, from any thread."""
 
     def __init__(self, address: str) -> None:
-        """`address`: of the engine's process (`schedulers.news_address`)."""
+        """`address`: where the engine's process receives reports (`schedulers.news_address`)."""
         self._socket: Any = get_zmq_socket(zmq.Context(1), zmq.PUSH, address, False)
         self._lock = threading.Lock()
 

@@ -26,7 +26,8 @@ EVENT_TOKENS = 32
 """Maximum tokens per event. Fewer would slow the server down; more would leave the version of more tokens uncertain at
 an update (see ExternalSample)."""
 ONLY_AT_END = 1 << 30
-"""Tokens per event, above any sample's length: each sample has a single event at its end."""
+"""Tokens per event of a request that doesn't stream: more than any sample has, so each sample has one event, at its
+end."""
 
 
 @dataclass(frozen=True)

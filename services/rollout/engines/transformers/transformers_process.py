@@ -51,7 +51,7 @@ _FILE_NAMES: Mapping[str, Mapping[str, str]] = {
         "lm_head.": "thinker.lm_head.",
     }
 }
-"""By model type: prefixes of tensor names in the model, and the prefixes in files that transformers replaces."""
+"""By model type: prefixes of tensor names in the model, with the prefixes that the same tensors have in files."""
 
 
 def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
