@@ -29,7 +29,7 @@ from relaxd.config.operation import WeightsConfig
 from relaxd.weights.buckets import TensorSpec, checksums, plan_buckets
 from relaxd.weights.receipts import digest_of
 from services.trainer.batch.groups import TrainGroup
-from services.trainer.batch.step_membership import ReceiptCheck
+from services.trainer.loop.training_queue import ReceiptCheck
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import hf_tensor_specs
 

@@ -516,7 +516,7 @@ ENGINE, RANK, WORKER, FROZEN_RANK, CRITIC_RANK, TEACHER_ENGINE = (
     "services.trainer.loop.training_rank",
     "services.reward.worker",
     "services.trainer.reference_models.frozen_rank",
-    "services.trainer.critic.critic_rank",
+    "services.trainer.critic_rank",
     MODULE,
 )
 

@@ -72,7 +72,7 @@ class UndisturbedCritic:
     """A critic that is trained on all steps of a run, and compared with the one that was killed now and then."""
 
     def __init__(self, run_folder: Path, config: Any) -> None:
-        from services.trainer.critic.critic_learner import CriticLearner
+        from services.trainer.critic_rank import CriticLearner
 
         self._folder, self._config = run_folder, config
         self._learner = CriticLearner(config)

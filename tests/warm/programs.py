@@ -74,7 +74,7 @@ PROGRAMS = {
     "heavy": (
         *(
             "services.trainer.loop.training_rank",
-            "services.trainer.critic.critic_rank",
+            "services.trainer.critic_rank",
             "services.trainer.reference_models.frozen_rank",
         ),
         *("services.trainer.rehearsal", "services.trainer.offline.replay", "tests.chaos.models"),

@@ -33,10 +33,10 @@ from services.trainer.batch.micro_batch_division import (
     pack_rounds,
     split,
 )
-from services.trainer.batch.step_membership import DeliveredGroup
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, StepPlan, schedule_length
 from services.trainer.loop.round_runner import GroupFailed
 from services.trainer.loop.training_commands import TrainingRank, assemble, prepare, train_round
+from services.trainer.loop.training_queue import DeliveredGroup
 from services.trainer.megatron.disk_work import Progress
 
 logger = logging.getLogger(__name__)

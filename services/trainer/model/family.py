@@ -1,11 +1,279 @@
-"""A family of models: how to read its config.json, and which tensors a layer has."""
+"""A family of models: how to read its config.json, and which tensors a layer has.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+A tensor rule says which Hugging Face tensors make up a Megatron parameter, how to fuse and shard them, and how to
+restore them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from services.trainer.model.architecture import Architecture, ExpertArchitecture, ModelError, read_rope
-from services.trainer.model.tensor_rules import EXPERT, Rule, layer_rules
+
+
+class ParameterLayout(Protocol):
+    """Conversion between Hugging Face tensors (`parts`) and one Megatron parameter, sharded over `size` ranks."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's parameter."""
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the parts, of the given shapes, from all ranks' parameters in rank order."""
+
+
+class Replicated:
+    """Layout of a parameter with one part, which every rank has whole."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return the part."""
+        return parts[0]
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the first rank's parameter."""
+        return [shards[0]]
+
+
+class ShardedColumns:
+    """Layout of a parameter with one part: each rank has a block of columns (Megatron's row-parallel linear layers)."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's columns."""
+        return parts[0].chunk(size, dim=1)[rank]
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return all columns."""
+        return [shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim=1)]
+
+
+class ShardedRows:
+    """Layout in which each rank has a block of every part's rows (column-parallel layers, gate and up, embeddings).
+
+    If the number of ranks doesn't divide the rows (of a vocabulary), zeros pad the last ranks' blocks.
+    """
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's rows of each part."""
+        blocks = []
+        for part in parts:
+            rows = -(-part.shape[0] // size)
+            block = part[rank * rows : (rank + 1) * rows]
+            if block.shape[0] < rows:
+                block = torch.cat((block, block.new_zeros(rows - block.shape[0], *part.shape[1:])))
+            blocks.append(block)
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return all rows of each part, without padding."""
+        sizes = [-(-part[0] // len(shards)) for part in shapes]
+        split = [shard.split(sizes) for shard in shards]
+        parts = [split[0][i] if len(shards) == 1 else torch.cat([s[i] for s in split]) for i in range(len(shapes))]
+        return [part[: full[0]] for part, full in zip(parts, shapes, strict=True)]
+
+
+class QueryKeyValue:
+    """Layout in which each rank has whole key-value heads, each after its query heads: q q q k v, q q q k v ..."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's heads."""
+        heads = [part.view(shape.kv_heads, -1, shape.head_size, part.shape[-1]) for part in parts]
+        mine = torch.cat([part.chunk(size)[rank] for part in heads], dim=1)
+        return mine.reshape(-1, mine.shape[-1])
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return queries, keys and values of all heads."""
+        full = shards[0] if len(shards) == 1 else torch.cat(tuple(shards))
+        return [part.reshape(-1, full.shape[-1]) for part in QueryKeyValue.heads(full, shape)]
+
+    @staticmethod
+    def heads(parameter: Tensor, shape: Architecture) -> Sequence[Tensor]:
+        """Return views of the queries, keys and values of a whole parameter: [key-value head, head, size, hidden].
+
+        A query's output gate counts as a query.
+        """
+        per_group = shape.heads // shape.kv_heads * (2 if shape.output_gate else 1)
+        return parameter.view(shape.kv_heads, per_group + 2, shape.head_size, -1).split([per_group, 1, 1], dim=1)
+
+
+class QueryKeyValueBias:
+    """The biases of `QueryKeyValue`, in the same order."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's heads."""
+        return QueryKeyValue.shard([part.unsqueeze(-1) for part in parts], rank, size, shape).squeeze(-1)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return queries, keys and values of all heads."""
+        merged = QueryKeyValue.merge([shard.unsqueeze(-1) for shard in shards], shapes, shape)
+        return [part.squeeze(-1) for part in merged]
+
+
+def views_of(
+    layout: type[ParameterLayout], parameter: Tensor, shapes: Sequence[tuple[int, ...]], shape: Architecture
+) -> Sequence[Tensor]:
+    """Return views of a whole parameter that, reshaped, equal the result of `merge`; empty if there are no such
+    views."""
+    if layout is QueryKeyValue:
+        return QueryKeyValue.heads(parameter, shape)
+    parts = layout.merge([parameter], shapes, shape)
+    memory = parameter.untyped_storage().data_ptr()
+    return parts if all(part.untyped_storage().data_ptr() == memory for part in parts) else []
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Maps a Megatron parameter to its Hugging Face tensors: one row of the table of a model's tensors."""
+
+    megatron: str
+    """Name of the Megatron parameter; {layer} counts within the stage, or one of its chunks."""
+    layout: type[ParameterLayout]
+    """Fusion and sharding of the parameter."""
+    parts: tuple[tuple[str, str], ...]
+    """Hugging Face tensors: name ({layer} and {expert} count over the whole model) and shape, as names of
+    sizes (`parameter_entries.py`) and their sums, such as "query+kv+kv hidden"."""
+    exported: bool = True
+    """True if this rule exports the tensor; False if another rule does."""
+    stacked: bool = False
+    """True if an expert's tensors are slices, at the expert's number, of tensors that stack a layer's experts."""
+
+
+LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
+_EMBEDDING = ("model.embed_tokens.weight", "vocab hidden")
+
+FIRST = (Rule("embedding.word_embeddings.weight", ShardedRows, (_EMBEDDING,)),)
+"""Rules of the first stage."""
+
+LAST = (Rule("decoder.final_layernorm.weight", Replicated, (("model.norm.weight", "hidden"),)),)
+"""Rules of the last stage."""
+
+LAST_UNTIED = (Rule("output_layer.weight", ShardedRows, (("lm_head.weight", "vocab hidden"),)),)
+"""Rules of an untied output layer, on the last stage."""
+
+LAST_TIED = (Rule("output_layer.weight", ShardedRows, (_EMBEDDING,), exported=False),)
+"""Rules of the last stage's copy of a tied embedding; unused if the last stage is also the first."""
+
+
+def layer_rule(megatron: str, layout: type[ParameterLayout], parts: Mapping[str, str]) -> Rule:
+    """Return a rule of a layer; `megatron` and the keys of `parts` are names within the layer."""
+    named = tuple((f"{HF_LAYER}.{name}", sizes) for name, sizes in parts.items())
+    return Rule(f"{LAYER}.{megatron}", layout, named)
+
+
+NORMS = (
+    layer_rule("input_layernorm.weight", Replicated, {"input_layernorm.weight": "hidden"}),
+    layer_rule("pre_mlp_layernorm.weight", Replicated, {"post_attention_layernorm.weight": "hidden"}),
+)
+"""Rules of the norms before attention and MLP."""
+
+
+def _qkv(queries: str) -> Rule:
+    sizes = {"q": queries, "k": "kv", "v": "kv"}
+    parts = {f"self_attn.{x}_proj.weight": f"{size} hidden" for x, size in sizes.items()}
+    return layer_rule("self_attention.linear_qkv.weight", QueryKeyValue, parts)
+
+
+QKV = _qkv("query")
+"""Rule of the projection to queries, keys and values."""
+GATED_QKV = _qkv("query+query")
+"""Rule of the projection to queries, keys and values, with an output gate after each query head."""
+QK_NORM = tuple(
+    layer_rule(f"self_attention.{x}_layernorm.weight", Replicated, {f"self_attn.{x}_norm.weight": "head"}) for x in "qk"
+)
+"""Rules of the norms of queries and keys."""
+QKV_BIAS = layer_rule(
+    "self_attention.linear_qkv.bias",
+    QueryKeyValueBias,
+    {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"},
+)
+"""Rule of the biases of queries, keys and values."""
+OUTPUT = layer_rule("self_attention.linear_proj.weight", ShardedColumns, {"self_attn.o_proj.weight": "hidden query"})
+"""Rule of attention's output projection."""
+OUTPUT_BIAS = layer_rule("self_attention.linear_proj.bias", Replicated, {"self_attn.o_proj.bias": "hidden"})
+"""Rule of the bias of attention's output projection."""
+
+
+def _gate_up(megatron: str, mlp: str, width: str) -> Rule:
+    parts = {f"{mlp}.{x}_proj.weight": f"{width} hidden" for x in ("gate", "up")}
+    return layer_rule(megatron, ShardedRows, parts)
+
+
+GATE_UP = _gate_up("mlp.linear_fc1.weight", "mlp", "ffn")
+"""Rule of a dense MLP's first matrix: gate, up."""
+DOWN = layer_rule("mlp.linear_fc2.weight", ShardedColumns, {"mlp.down_proj.weight": "hidden ffn"})
+"""Rule of a dense MLP's second matrix."""
+ROUTER = layer_rule("mlp.router.weight", Replicated, {"mlp.gate.weight": "experts hidden"})
+"""Rule of the router."""
+EXPERT = (
+    _gate_up("mlp.experts.linear_fc1", "mlp.experts.{expert}", "expert_ffn"),
+    layer_rule(
+        "mlp.experts.linear_fc2", ShardedColumns, {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"}
+    ),
+)
+"""Rules of one expert, which is a part of the parameters of all the rank's experts."""
+SHARED_EXPERT = (
+    _gate_up("mlp.shared_expert.linear_fc1.weight", "mlp.shared_expert", "shared_ffn"),
+    layer_rule(
+        "mlp.shared_expert.linear_fc2.weight",
+        ShardedColumns,
+        {"mlp.shared_expert.down_proj.weight": "hidden shared_ffn"},
+    ),
+    layer_rule("mlp.shared_expert_gate.weight", Replicated, {"mlp.shared_expert_gate.weight": "one hidden"}),
+)
+"""Rules of the shared expert and its gate."""
+
+
+def stacked_expert(
+    gate_up: tuple[type[ParameterLayout], str], *, down: tuple[type[ParameterLayout], str]
+) -> tuple[Rule, ...]:
+    """Return the rules of one expert, for files that stack all experts of a layer in one tensor.
+
+    `gate_up` and `down`: layout and shape of one expert's part of each tensor.
+    """
+    products = {"linear_fc1": ("gate_up_proj", *gate_up), "linear_fc2": ("down_proj", *down)}
+    return tuple(
+        replace(layer_rule(f"mlp.experts.{megatron}", layout, {f"mlp.experts.{name}": part}), stacked=True)
+        for megatron, (name, layout, part) in products.items()
+    )
+
+
+def layer_rules(shape: Architecture, layer: int) -> tuple[Rule, ...]:
+    """Return the rules of a layer with Llama's names, without its routed experts' rules."""
+    return (*NORMS, *attention_rules(shape), *mlp_rules(shape))
+
+
+def attention_rules(shape: Architecture) -> tuple[Rule, ...]:
+    """Return the rules of a layer's attention."""
+    return (
+        GATED_QKV if shape.output_gate else QKV,
+        OUTPUT,
+        *(QK_NORM if shape.qk_norm else ()),
+        *([QKV_BIAS] if shape.qkv_bias else ()),
+        *([OUTPUT_BIAS] if shape.output_bias else ()),
+    )
+
+
+def mlp_rules(shape: Architecture) -> tuple[Rule, ...]:
+    """Return the rules of a layer's MLP, without its routed experts' rules."""
+    experts = shape.experts
+    return (
+        *([GATE_UP, DOWN] if experts is None else [ROUTER]),
+        *(SHARED_EXPERT if experts is not None and experts.shared_ffn_size is not None else ()),
+    )
+
 
 Config = dict[str, Any]
 """A config.json."""

@@ -28,8 +28,8 @@ from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.disk_work import DiskRefused, DiskWorkFailed
 from services.trainer.megatron.world import GatherGroups, World
 from services.trainer.model.architecture import Architecture, ModelError, ModelFileError
+from services.trainer.model.family import Replicated, views_of
 from services.trainer.model.parameter_entries import ALONE, HFTensor, ParameterEntry, entries
-from services.trainer.model.tensor_rules import Replicated, views_of
 
 MAX_FILE_BYTES = 4 << 30
 """Size, in bytes, from which a written safetensors file gets no more tensors, except a layer's further experts."""

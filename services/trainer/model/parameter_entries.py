@@ -19,12 +19,12 @@ from relaxd.models.layouts import Layout, chunk_layers
 from services.trainer.megatron.world import World
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.architectures import FAMILIES
-from services.trainer.model.family import Family
-from services.trainer.model.tensor_rules import (
+from services.trainer.model.family import (
     FIRST,
     LAST,
     LAST_TIED,
     LAST_UNTIED,
+    Family,
     ParameterLayout,
     Replicated,
     Rule,

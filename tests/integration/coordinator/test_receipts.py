@@ -32,7 +32,7 @@ from services.coordinator.weights.weight_sync import WeightSync
 from services.rollout.engines.request_types import EngineError, Version
 from services.rollout.engines.transformers.transformers_engine import TransformersEngine
 from services.rollout.engines.transformers.transformers_process import WeightReceiver
-from services.trainer.batch.step_membership import ReceiptCheck
+from services.trainer.loop.training_queue import ReceiptCheck
 from tests.integration.coordinator.fleet_kit import RUN, FleetKit
 from tests.integration.trainer.service_kit import train_group
 from tests.kit.models import make_tiny_model

@@ -16,7 +16,7 @@ CHILDREN = {
     "services/trainer/loop/training_rank.py": "Rank",
 }
 """Handlers that only a parent process calls, through a Unix socket: the file is the child's program, or its base."""
-ONE_FILE = {"services/rollout/judge.py": "JudgeServicer"}
+ONE_FILE = {"services/rollout/judge.py": "JudgeServicer", "services/trainer/ranks.py": "RanksServicer"}
 """Handlers of services that are one file."""
 
 

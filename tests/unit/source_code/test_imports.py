@@ -13,7 +13,7 @@ MODULES = (
         "services.trainer.__main__",
         "services.rollout.__main__",
     ),
-    *("services.trainer.critic.__main__", "services.trainer.reference", "services.trainer.teacher"),
+    *("services.trainer.critic", "services.trainer.reference", "services.trainer.teacher"),
     *("services.rollout.judge", "services.rollout.teacher"),
 )
 PROGRAM = """

@@ -131,7 +131,7 @@ WITHOUT_DEADLINE = {
             "HostMemory.touched",
         ),  # a thread that only writes to memory
         ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
-        ("services/trainer/ranks/server.py", "HostAttempt.end"),  # cancelled
+        ("services/trainer/ranks.py", "HostAttempt.end"),  # cancelled
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
         ("services/trainer/reference_models/frozen_service.py", "ModelService.start_run"),  # see health.start_seconds

@@ -6,8 +6,18 @@ import torch
 from torch import Tensor
 
 from services.trainer.model.architecture import Architecture, ModelError
-from services.trainer.model.family import Config, Family, decoder, windows
-from services.trainer.model.tensor_rules import DOWN, NORMS, OUTPUT, QueryKeyValue, ShardedRows, layer_rule
+from services.trainer.model.family import (
+    DOWN,
+    NORMS,
+    OUTPUT,
+    Config,
+    Family,
+    QueryKeyValue,
+    ShardedRows,
+    decoder,
+    layer_rule,
+    windows,
+)
 
 
 def read(config: Config) -> Architecture:

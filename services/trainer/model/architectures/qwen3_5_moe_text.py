@@ -7,8 +7,7 @@ from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures.phi3 import FusedGateUp
 from services.trainer.model.architectures.qwen3_5_text import INPUT
 from services.trainer.model.architectures.qwen3_next import hybrid, rules
-from services.trainer.model.family import Config, Family, experts, refuse
-from services.trainer.model.tensor_rules import ShardedColumns, stacked_expert
+from services.trainer.model.family import Config, Family, ShardedColumns, experts, refuse, stacked_expert
 
 
 def read(config: Config) -> Architecture:

@@ -2,8 +2,7 @@
 
 from services.trainer.model.architecture import Architecture
 from services.trainer.model.architectures.qwen3_next import FusedKeyHeads, hybrid, rules
-from services.trainer.model.family import Config, Family
-from services.trainer.model.tensor_rules import layer_rule
+from services.trainer.model.family import Config, Family, layer_rule
 
 
 def read(config: Config) -> Architecture:

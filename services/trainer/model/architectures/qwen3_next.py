@@ -11,16 +11,20 @@ from torch import Tensor
 
 from relaxd.models.shape import read_delta_net
 from services.trainer.model.architecture import Architecture, ModelError
-from services.trainer.model.family import Config, Family, decoder, experts, refuse
-from services.trainer.model.tensor_rules import (
+from services.trainer.model.family import (
     NORMS,
+    Config,
+    Family,
     Replicated,
     Rule,
     ShardedColumns,
     ShardedRows,
     attention_rules,
+    decoder,
+    experts,
     layer_rule,
     mlp_rules,
+    refuse,
 )
 
 

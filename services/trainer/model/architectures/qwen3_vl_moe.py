@@ -11,8 +11,7 @@ from torch import Tensor
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.architectures.phi3 import FusedGateUp
 from services.trainer.model.architectures.qwen3_vl import multimodal, with_eyes
-from services.trainer.model.family import Config, Family, experts, refuse
-from services.trainer.model.tensor_rules import ShardedColumns, stacked_expert
+from services.trainer.model.family import Config, Family, ShardedColumns, experts, refuse, stacked_expert
 
 
 def read(config: Config) -> Architecture:

@@ -169,7 +169,7 @@ def rewards_of(config: RunConfig, names: Any) -> dict[str, np.ndarray]:
 
 def critic_rank(config: RunConfig, run_folder: Path, board: Board) -> Any:
     """The only rank of a critic, in this process."""
-    from services.trainer.critic.critic_learner import CriticLearner, CriticRank
+    from services.trainer.critic_rank import CriticLearner, CriticRank
     from services.trainer.loop.commanded_rank import CheckpointPart
     from services.trainer.megatron.channels import RankChannel
 

@@ -14,7 +14,7 @@ from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
 from relaxd.run_folder import KEPT, LEDGER, checkpoint_path, checkpoint_steps, checkpoints_folder, critic_folder
 from services.trainer.batch.step_plan import step_file_path
-from services.trainer.critic.critic_rank import Follower, LedgerWentBack
+from services.trainer.critic_rank import Follower, LedgerWentBack
 from services.trainer.loop import commanded_rank
 from services.trainer.reference_models.model_rank import ModelStage
 from tests.integration.trainer.critic.critic_kit import config_of, critic_rank, prepare_run
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_the_disk_refused_is_taken_of_a_later_step(
         assert "doesn't fit" in run.follower._problem()
         run.restore(first[:3])
         wait_until(lambda: not run.follower._train_next(), "a critic that has nothing to do")
-    monkeypatch.setattr("services.trainer.critic.critic_rank.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("services.trainer.critic_rank.RETRY_SECONDS", 0.0)
     kept = checkpoint_path(critic_folder(run.folder), 3) / KEPT
     wait_until(lambda: not run.follower._train_next() and kept.exists(), "the checkpoint that was asked for")
     assert run.follower._problem() == ""

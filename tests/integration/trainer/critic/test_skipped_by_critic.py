@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepFile, StepPlan
-from services.trainer.critic.critic_learner import CriticLearner
+from services.trainer.critic_rank import CriticLearner
 from services.trainer.learner.update import TooManySkippedUpdates
 from tests.integration.trainer.critic.critic_kit import config_of
 from tests.kit.megatron_world import shut_down

@@ -19,7 +19,7 @@ from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.v1 import ranks_pb2, ranks_pb2_grpc
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
-from services.trainer.ranks.server import RanksService
+from services.trainer.ranks import RanksService
 from tests.integration.trainer.hosts.host_kit import Host, HostsCoordinator
 from tests.integration.trainer.service_kit import BEGUN, RUN_ID, make_config, mark_folder
 from tests.kit.models import make_tiny_model

@@ -1,5 +1,6 @@
-"""The service of a host's ranks: the replica, which leases their GPUs and waits for the trainer to start them, and its
-gRPC handlers.
+"""python -m services.trainer.ranks: the service of a host's ranks, for a trainer on another host (`trainer.hosts`).
+
+The replica leases their GPUs and waits for the trainer to start them. Nothing here imports torch.
 """
 
 import asyncio
@@ -14,9 +15,12 @@ from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
 from relaxd.process.interfaces import check_reaches, interface_towards
-from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus
+from relaxd.replica.replica_life import run_replica
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus, open_context
 from relaxd.roles import RANKS, TRAINER
 from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument, RpcError
+from relaxd.rpc.server import Service
+from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import rank_pb2, ranks_pb2, ranks_pb2_grpc
 from relaxd.v1 import ranks_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
@@ -298,3 +302,15 @@ async def _listen(requests: AsyncIterator[pb.StartRanksRequest], attempt: HostAt
                     return
     except TimeoutError:
         attempt.fail(Aborted(f"{attempt.trainer_id} has been silent for {SILENT_SECONDS:g} s"))
+
+
+async def main() -> None:
+    """Run the service until it is stopped."""
+    async with open_context(parse_settings(RANKS)) as context:
+        service = RanksService(context)
+        calls = Service(ranks_pb2_grpc.add_RanksServicer_to_server, RanksServicer(service), "relaxd.v1.Ranks")
+        await run_replica(service, context, [calls])
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,4 +1,7 @@
-"""python -m services.trainer.critic: the service that gives values, and trains its critic on every committed step."""
+"""python -m services.trainer.critic: the service that gives values, and trains its critic on every committed step.
+
+This is the parent process, which never imports torch; `critic_rank` is the process of a rank.
+"""
 
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC
@@ -8,7 +11,7 @@ from services.trainer.reference_models.frozen_service import ModelService, main
 class CriticService(ModelService):
     """Computes the values of groups, and trains on each committed step."""
 
-    rank_module = "services.trainer.critic.critic_rank"
+    rank_module = "services.trainer.critic_rank"
 
     def _follows(self, config: RunConfig) -> bool:
         return True

@@ -14,15 +14,15 @@ from relaxd.board import STAGES, Board, Delivery, Fenced
 from relaxd.config import GRPOConfig, RunConfig
 from relaxd.roles import CRITIC, REFERENCE
 from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGroup, check_group
-from services.trainer.batch.step_membership import (
+from services.trainer.loop.training_queue import (
     DeliveredGroup,
     ReceiptCheck,
+    TrainingQueue,
     choose,
     due_groups,
     may_close,
     written_by,
 )
-from services.trainer.loop.training_queue import TrainingQueue
 from tests.integration.trainer.service_kit import Feeder, make_config, train_group
 from tests.kit.cases import each
 

@@ -11,7 +11,7 @@ from relaxd.algorithms import GRPO, AlgorithmError, create
 from relaxd.board import stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup, check_group
-from services.trainer.batch.step_membership import GroupRefusals
+from services.trainer.loop.training_queue import GroupRefusals
 from tests.integration.trainer.service_kit import make_config
 from tests.kit.cases import each
 
