@@ -16,7 +16,7 @@ from relaxd.board import STAGES, Board, NewGroup
 from relaxd.config import BoardConfig, GRPOConfig, OptimizerConfig, TrainerConfig
 from relaxd.local.embedded_redis import temporary_redis
 from services.rollout.offline import OfflineEngine
-from services.trainer.offline.offline_learner import OfflineLearner
+from services.trainer.learner.learner import OfflineLearner
 
 STEPS, GROUPS, SAMPLES, NEW_TOKENS, END = 12, 4, 8, 16, 0
 PROMPT = np.frombuffer(b"Write: ", np.uint8).astype(np.int32)

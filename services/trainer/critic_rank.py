@@ -61,7 +61,7 @@ from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import TRIM_EVERY_STEPS, trim_heap
 from services.trainer.learner.policy_loss import add_reported, bit_sum, reduce_over_ranks
-from services.trainer.learner.snapshots.snapshot import Checkpointed, Stateful, load_snapshot
+from services.trainer.learner.snapshot import Checkpointed, Stateful, load_snapshot
 from services.trainer.learner.update import (
     TooManySkippedUpdates,
     UpdateStats,

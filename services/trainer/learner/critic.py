@@ -19,7 +19,7 @@ from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.device_batch import DeviceBatch
 from services.trainer.learner.forward import Forward, StageOutput, no_tokens
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
-from services.trainer.learner.snapshots.snapshot import TrainedModel
+from services.trainer.learner.snapshot import TrainedModel
 from services.trainer.learner.update import PendingUpdate
 from services.trainer.model.policy_model import freeze_routers, routers
 from services.trainer.transformer.router import reset_counters

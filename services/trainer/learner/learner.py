@@ -44,14 +44,15 @@ from relaxd.media.media_tokens import MediaTokens
 from relaxd.models.folders import models_in_trainer, resolve_model
 from relaxd.models.shape import ModelShape, read_shape
 from relaxd.roles import REFERENCE
-from services.trainer.batch.groups import RoutingShape
-from services.trainer.batch.micro_batch import PackedMicroBatch, no_values
+from services.trainer.batch.groups import RoutingShape, check_group
+from services.trainer.batch.micro_batch import PackedMicroBatch, no_values, pack
+from services.trainer.batch.sequence_media import GroupMediaReader
 from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.frozen_model import COLUMNS_OF, FrozenModel, Student
 from services.trainer.learner.offload import TRIM_EVERY_STEPS, Offload, memory_in_use, state_tensors, trim_heap
-from services.trainer.learner.optimizer import build_optimizer, build_schedule
+from services.trainer.learner.optimizer import build_optimizer, build_schedule, reset_moments
 from services.trainer.learner.policy_loss import (
     UNEXPLAINED,
     PolicyLoss,
@@ -60,8 +61,7 @@ from services.trainer.learner.policy_loss import (
     mismatch_metrics,
     reduce_over_ranks,
 )
-from services.trainer.learner.snapshots.other_state import reset_moments
-from services.trainer.learner.snapshots.snapshot import Checkpointed, Stateful, TrainedModel, load_snapshot
+from services.trainer.learner.snapshot import Checkpointed, Stateful, TrainedModel, load_snapshot
 from services.trainer.learner.update import PendingUpdate, UpdateStats, reduce_gradients, update_weights
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
@@ -498,3 +498,27 @@ class Learner(Checkpointed):
                 columns |= no_values(missing, len(batch.tokens))
             completed[index] = replace(batch, columns=columns)
         return completed
+
+
+class OfflineLearner(Learner):
+    """A learner of one rank without service and loop, with one update in each step, for groups in the board's form;
+    examples/one_page.py uses it."""
+
+    def train(self, groups: Mapping[str, Mapping[str, Any]], temperature: float = 1.0) -> UpdateStats:
+        """Train a step on groups: check and pack each, add up gradients, update the weights.
+
+        Args:
+            groups: the columns that the stage "train" reads, by the group's id.
+            temperature: sampling temperature of the answers.
+
+        Raises MalformedGroup: a column is missing or malformed.
+        """
+        tokens = self.media_tokens
+        media = None if tokens is None else GroupMediaReader(tokens)
+        checked = [check_group(group_id, columns, columns, media=tokens) for group_id, columns in groups.items()]
+        for group in checked:
+            every, packed = range(len(group.lengths)), self._algorithm.needs.loss
+            sequences = group.sequences(every, packed, self._algorithm, temperature, self.step, media=media)
+            self.accumulate([pack(sequences)])
+        trained, samples = sum(group.trained_tokens for group in checked), sum(group.samples for group in checked)
+        return self.finish(self._algorithm.normalizer(trained, samples))

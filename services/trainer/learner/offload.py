@@ -17,7 +17,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from services.trainer.learner.snapshots.other_state import single_optimizers
+from services.trainer.learner.optimizer import single_optimizers
 
 CHUNK_BYTES = 256 << 20
 """Size of host allocations. A power of two, because pinned memory is allocated in powers of two."""

@@ -21,8 +21,8 @@ from relaxd.config import RunConfig
 from relaxd.process.child_server import Outbox
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.rank_pb2 import WorkRequest, WorkResponse
-from services.trainer.learner.snapshots.part_files import rank_of
-from services.trainer.learner.snapshots.snapshot import Checkpointed, Snapshot
+from services.trainer.learner.checkpoint_files import rank_of
+from services.trainer.learner.snapshot import Checkpointed, Snapshot
 from services.trainer.loop.checkpoint_folders import CheckpointBroken, has_room, verify
 from services.trainer.megatron.channels import RankChannel
 from services.trainer.megatron.disk_work import Progress

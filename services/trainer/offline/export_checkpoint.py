@@ -39,7 +39,7 @@ def export_checkpoint(run_folder: Path, step: int, out: Path) -> dict[str, Any]:
         DiskRefused: `out` can't be written, such as on a full disk.
     """
     # Imported here, so that bad arguments are refused at once: loading Megatron takes seconds.
-    from services.trainer.learner.snapshots.snapshot import load_model
+    from services.trainer.learner.snapshot import load_model
     from services.trainer.megatron.world import initialize
     from services.trainer.model.architectures import read_architecture
     from services.trainer.model.hf_weights import save_hf

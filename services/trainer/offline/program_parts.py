@@ -101,7 +101,7 @@ def print_result(work: Callable[[], dict[str, Any] | None]) -> int:
         The exit code.
     """
     # Imported here, so that bad arguments are refused at once: loading Megatron takes seconds.
-    from services.trainer.learner.snapshots.part_files import CheckpointError
+    from services.trainer.learner.checkpoint_files import CheckpointError
     from services.trainer.megatron.disk_work import DiskRefused, DiskStalled, DiskWorkFailed
     from services.trainer.model.architecture import ModelError, ModelFileError
 

@@ -127,10 +127,10 @@ WITHOUT_DEADLINE = {
         ("services/rollout/teacher.py", "TokenBudget.hold"),  # each request before it has a deadline
         ("services/rollout/engines/sglang/sglang_process.py", "SGLangProcess.load"),  # see health.start_seconds
         (
-            "services/trainer/learner/snapshots/checkpoint_copies.py",
+            "services/trainer/learner/checkpoint_files.py",
             "HostMemory.touched",
         ),  # a thread that only writes to memory
-        ("services/trainer/learner/snapshots/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
+        ("services/trainer/learner/checkpoint_files.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/ranks.py", "HostAttempt.end"),  # cancelled
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled

@@ -14,7 +14,7 @@ OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatt
 
 SHARDS = "only Megatron's description of a model's shards: its files are never read"
 ARGUED = {
-    "services/trainer/learner/snapshots/pieces.py": SHARDS,
+    "services/trainer/learner/checkpoint_pieces.py": SHARDS,
     "services/trainer/transformer/mlp.py": SHARDS,
     "services/trainer/megatron/cpu_support.py": "compiles Megatron's own source, as it is installed",
     "relaxd/sandbox/program.py": "a model's code and its tests, in a confined process: that is what it is for",

@@ -13,7 +13,7 @@ from tests.kit.processes import ROOT
 PUBLIC = re.findall(r"^\| `(relaxd[a-z.]*)` \|", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ONE_PAGE = ROOT / "examples" / "one_page.py"
-INSIDE = {"relaxd.local.embedded_redis", "services.rollout.offline", "services.trainer.offline.offline_learner"}
+INSIDE = {"relaxd.local.embedded_redis", "services.rollout.offline", "services.trainer.learner.learner"}
 """Modules that only one_page.py imports, to do without services."""
 
 

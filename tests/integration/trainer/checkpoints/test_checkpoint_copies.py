@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from services.trainer.batch.micro_batch import pack
+from services.trainer.learner import checkpoint_files
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.snapshots import checkpoint_copies, part_files
-from services.trainer.learner.snapshots.snapshot import Snapshot
+from services.trainer.learner.snapshot import Snapshot
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
 PATIENCE = 120.0
@@ -38,14 +38,14 @@ def test_the_next_step_goes_on_until_its_weights_would_change(
     learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    copy = checkpoint_copies._Stage.copy
+    copy = checkpoint_files._Stage.copy
 
     def slow(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         begun.set()
         assert go_on.wait(PATIENCE)
         copy(self, target, source)
 
-    monkeypatch.setattr(checkpoint_copies._Stage, "copy", slow)
+    monkeypatch.setattr(checkpoint_files._Stage, "copy", slow)
     before, moments = learner.checksum(), optimizer_state(learner)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -89,8 +89,8 @@ def test_a_learner_that_has_trained_further_goes_back_with_its_schedule(learner:
 
 @pytest.fixture
 def three_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_files, "FILE_BYTES", 1 << 12)
-    monkeypatch.setattr(part_files, "MAX_FILES", 3)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 1 << 12)
+    monkeypatch.setattr(checkpoint_files, "MAX_FILES", 3)
 
 
 def test_a_large_rank_writes_several_files(learner: Learner, tmp_path: Path, three_files: None) -> None:
@@ -135,13 +135,13 @@ def test_the_first_snapshot_uses_prepared_memory_once_it_is_there(
     learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    touch = checkpoint_copies._touch
+    touch = checkpoint_files._touch
 
     def slow(tensors: list[torch.Tensor]) -> None:
         assert go_on.wait(PATIENCE)
         touch(tensors)
 
-    monkeypatch.setattr(checkpoint_copies, "_touch", slow)
+    monkeypatch.setattr(checkpoint_files, "_touch", slow)
     learner.prepare_snapshots()
     prepared = [memory.data_ptr() for memory in learner._kept.memory._tensors]
     checksum, folder = learner.checksum(), tmp_path / "checkpoint"
@@ -202,7 +202,7 @@ def test_copies_that_fail_hold_nothing_up_and_say_so_where_they_are_needed(
     def broken(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(checkpoint_copies._Stage, "copy", broken)
+    monkeypatch.setattr(checkpoint_files._Stage, "copy", broken)
     (tmp_path / "checkpoint").mkdir()
     snapshot = learner.snapshot(tmp_path / "checkpoint")
     step(learner, 2)
@@ -212,6 +212,6 @@ def test_copies_that_fail_hold_nothing_up_and_say_so_where_they_are_needed(
 
 
 def test_a_copy_that_takes_too_long_is_an_error(learner: Learner) -> None:
-    copies = checkpoint_copies.HostCopies(torch.device("cpu"), checkpoint_copies.HostMemory())
+    copies = checkpoint_files.HostCopies(torch.device("cpu"), checkpoint_files.HostMemory())
     with pytest.raises(TimeoutError, match=r"took longer than 0.01 s"):
         copies.wait_or_raise(0.01)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from services.trainer.learner.snapshots import other_state, snapshot
-from services.trainer.learner.snapshots.snapshot import COMMON
+from services.trainer.learner import optimizer, snapshot
+from services.trainer.learner.snapshot import COMMON
 from tests.integration.trainer.checkpoints.checkpoint_worlds import CheckpointJob, run_job
 from tests.integration.trainer.trainer_worlds import CP2, EP2, PP2, TP2, Job, make_learner, make_model, run_named
 from tests.kit.megatron_world import shut_down
@@ -337,7 +337,7 @@ def test_trap_1_a_fresh_optimizer_has_no_state_to_save(
 def test_trap_2_one_step_for_all_parameters_counts_too_fast(
     saved: Results, folder: Path, models: dict[str, Path], alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(other_state, "_separate_steps", lambda optimizer: None)
+    monkeypatch.setattr(optimizer, "_separate_steps", lambda optimizer: None)
     wrong = alone(CheckpointJob(models["qwen3"], load=folder / "DP2"))
     right = saved["DP2"][0]
     assert wrong["trajectory"][0] == pytest.approx(right["trajectory"][0], rel=1e-4)  # nothing to see yet

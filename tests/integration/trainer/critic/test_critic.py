@@ -16,7 +16,7 @@ from relaxd.config.algorithm import ALGORITHM, PPOConfig
 from services.trainer.batch.micro_batch import pack
 from services.trainer.batch.step_plan import read_committed
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.snapshots.snapshot import CheckpointError
+from services.trainer.learner.snapshot import CheckpointError
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.replay import replay
 from tests.integration.trainer.critic.assembly_worlds import AssemblyJob

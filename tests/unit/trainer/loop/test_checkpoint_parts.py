@@ -13,10 +13,18 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from services.trainer.learner.snapshots import checkpoint_copies, part_files
-from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
-from services.trainer.learner.snapshots.part_files import CheckpointError, Loading, PartFiles, Stored, Wanted, divided
-from services.trainer.learner.snapshots.pieces import Box, Piece, intersection, without
+from services.trainer.learner import checkpoint_files
+from services.trainer.learner.checkpoint_files import (
+    CheckpointError,
+    HostCopies,
+    HostMemory,
+    Loading,
+    PartFiles,
+    Stored,
+    Wanted,
+    divided,
+)
+from services.trainer.learner.checkpoint_pieces import Box, Piece, intersection, without
 from services.trainer.loop.checkpoint_folders import describe
 
 CPU = torch.device("cpu")
@@ -99,7 +107,7 @@ def test_a_range_of_a_box_is_rectangles_of_the_whole_tensor() -> None:
 def test_every_layout_reads_what_every_other_one_wrote(
     tmp_path: Path, tensor: np.ndarray, there: str, here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_files, "STAGING_BYTES", 100)  # so that most ranges are read in several steps
+    monkeypatch.setattr(checkpoint_files, "READ_BYTES", 100)  # so that most ranges are read in several steps
     save(tmp_path, there, tensor)
     for rank, piece in enumerate(pieces(here)):
         target = torch.full((piece.end - piece.begin,), torch.nan)
@@ -198,8 +206,8 @@ def test_a_rectangle_without_another_one_has_all_the_rest_once() -> None:
 def test_files_are_safetensors_of_equal_size_with_their_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_files, "FILE_BYTES", 1000)
-    monkeypatch.setattr(part_files, "MAX_FILES", 3)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_files, "MAX_FILES", 3)
     box = Box("w", (500,), (0,), (500,))
     tensors = {
         "weights": torch.rand(500),
@@ -230,22 +238,22 @@ def test_a_rank_without_pieces_has_a_file() -> None:
 def test_a_file_takes_no_page_cache_and_is_whole_without_alignment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_files, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 1 << 20)
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(1 << 20))
     with probe.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     only_memory = cached_pages(probe) > 0
-    header = bytes(checkpoint_copies.ALIGNMENT)
+    header = bytes(checkpoint_files.ALIGNMENT)
     stretch = HostMemory().take((3 << 20) + 5000)
     stretch.random_(0, 256)
     for name, memory in {"aligned": stretch, "not": stretch[1:], "small": stretch[:100], "empty": stretch[:0]}.items():
         path = tmp_path / name
-        report = part_files._write_file(path, header, memory, lambda count: None)
+        report = checkpoint_files._write_file(path, header, memory, lambda count: None)
         assert report == describe(path)
         if name == "aligned" and not only_memory:
             path = tmp_path / "again"  # `describe` has read the other
-            part_files._write_file(path, header, memory, lambda count: None)
+            checkpoint_files._write_file(path, header, memory, lambda count: None)
             assert cached_pages(path) < 20
         assert path.read_bytes() == header + memory.numpy().tobytes()

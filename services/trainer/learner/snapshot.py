@@ -1,7 +1,7 @@
 """Snapshots of a learner's state as sharded checkpoints, which any parallel layout can load.
 
     common.json                            rank 0's: settings and steps of the optimizers, schedules, counters
-    rank-00000-0.safetensors ...           each rank's part: see `part_files`
+    rank-00000-0.safetensors ...           each rank's part: see `checkpoint_files`
 
 A checkpoint holds, for the policy and a critic, the float32 main weights, the optimizer's moments and step, and the
 learning-rate schedule; further the number of updates and each rank's random generators. It includes frozen models only
@@ -19,25 +19,20 @@ from typing import Any, cast
 import services.trainer.megatron.cpu_support  # noqa: F401  must come before Megatron
 
 # isort: split
+import random
+
+import numpy as np
+import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from services.trainer.batch.disk_files import sync
-from services.trainer.learner.frozen_model import FrozenModel
-from services.trainer.learner.snapshots.checkpoint_copies import HostCopies, HostMemory
-from services.trainer.learner.snapshots.other_state import (
-    fill,
-    read_generators,
-    read_groups,
-    reset_moments,
-    single_optimizers,
-    use_loaded,
-    write_generators,
-    write_groups,
-)
-from services.trainer.learner.snapshots.part_files import (
+from services.trainer.learner.checkpoint_files import (
     CheckpointError,
+    HostCopies,
+    HostMemory,
     Loading,
     PartFile,
     PartFiles,
@@ -45,7 +40,7 @@ from services.trainer.learner.snapshots.part_files import (
     Wanted,
     part_name,
 )
-from services.trainer.learner.snapshots.pieces import (
+from services.trainer.learner.checkpoint_pieces import (
     WEIGHTS,
     Boxes,
     Pieces,
@@ -53,6 +48,15 @@ from services.trainer.learner.snapshots.pieces import (
     trained_pieces,
     untrained_pieces,
     weight_pieces,
+)
+from services.trainer.learner.frozen_model import FrozenModel
+from services.trainer.learner.optimizer import (
+    fill,
+    read_groups,
+    reset_moments,
+    single_optimizers,
+    use_loaded,
+    write_groups,
 )
 from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.world import World
@@ -380,3 +384,37 @@ def _check_critic(state: Stateful, folder: Path, common: dict[str, Any]) -> None
             f"{folder} has the policy of step {state.step}, but the critic of step {found['step']}: they must be of "
             "the same"
         )
+
+
+def read_generators() -> dict[str, Any]:
+    """Return the states of this process's random generators."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": _text(torch.get_rng_state()),
+        "cuda": _text(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+        "megatron": {name: _text(states) for name, states in get_cuda_rng_tracker().get_states().items()},
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+    }
+
+
+def write_generators(states: dict[str, Any]) -> None:
+    """Restore the states that `read_generators` returned."""
+    torch.set_rng_state(_state(states["torch"]))
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_state(states["cuda"]))
+    get_cuda_rng_tracker().set_states({name: _state(text) for name, text in states["megatron"].items()})
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.asarray(keys, np.uint32), *rest))
+
+
+def _text(state: Tensor) -> str:
+    """Return a generator's state as hexadecimal text."""
+    return state.cpu().numpy().tobytes().hex()
+
+
+def _state(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,1 +1,0 @@
-"""Snapshots of a learner's state: how they are copied, written as sharded Megatron checkpoints, and read."""
