@@ -72,6 +72,7 @@ class StageWorker:
     `process` runs in a thread, inside the stage's span of the group's trace, and gets the columns that the stage needs
     (or `columns`, if given). It returns the columns to commit, a Drop, or a future of either. If it raises, the group
     is nacked, and the attempt counts towards board.max_deliveries; a cancelled future is nacked without counting.
+    With `in_order`, one thread runs `process`, on groups in the order in which they were taken.
     While Redis is unavailable, work continues and results wait. If a thread of the worker itself fails, the worker
     stops and calls `on_failure` with the reason, in that thread.
     """
@@ -85,6 +86,7 @@ class StageWorker:
         *,
         concurrency: int | Callable[[], int],
         columns: Sequence[str] | None = None,
+        in_order: bool = False,
         on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._board = board
@@ -104,7 +106,7 @@ class StageWorker:
         self._outage = False
         self._done = 0
         most = concurrency if isinstance(concurrency, int) else MAX_THREADS
-        self._pool = ThreadPoolExecutor(most, thread_name_prefix=stage)
+        self._pool = ThreadPoolExecutor(1 if in_order else most, thread_name_prefix=stage)
         self._threads = {
             name: threading.Thread(target=self._guarded, args=(loop,), name=f"{stage}-{name}", daemon=True)
             for name, loop in (("read", self._read), ("commit", self._commit), ("renew", self._renew))

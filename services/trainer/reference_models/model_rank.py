@@ -135,7 +135,13 @@ class ModelStage:
         self.turns = 0
         """Counter of model passes, whose length is bounded for any group size, and of idle waits; shows progress."""
         self.worker = StageWorker(
-            board, self._stage, consumer, self._process, concurrency=self._most_groups, on_failure=on_failure
+            board,
+            self._stage,
+            consumer,
+            self._process,
+            concurrency=self._most_groups,
+            in_order=True,
+            on_failure=on_failure,
         )
 
     def run(self, wait_seconds: float) -> bool:

@@ -181,6 +181,20 @@ def test_every_token_gets_its_log_prob_whatever_shares_a_row_with_it(board: Boar
     assert stage.turns >= len(model.passes)
 
 
+def test_groups_leave_the_stage_in_the_order_in_which_they_came(board: Board) -> None:
+    """A trainer's steps take groups in the order of their arrival."""
+    names = [f"g{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        answer(board, name, [9 - number])
+
+    def model_of(columns: Mapping[str, Any]) -> str:
+        time.sleep(0.2 if len(columns["tokens"]) == 9 else 0.0)
+        return ""
+
+    work(board, Model(), 4, model_of=model_of)
+    assert list(trained_columns(board, 4)) == names
+
+
 def test_what_cannot_be_computed_is_dropped_and_the_rest_is_not_lost(board: Board) -> None:
     answer(board, "long", [BUDGET])
     answer(board, "malformed", [4], loss_mask=np.ones(3, np.uint8))
