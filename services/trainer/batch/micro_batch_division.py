@@ -10,8 +10,8 @@ from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, MiniBatch, SequenceSlice
 
 LOOKAHEAD = 1
-"""Number of micro-batches per rank that are packed beyond a round's. The round takes the fullest of all; without the
-additional ones, its last micro-batches would stay half empty."""
+"""Number of further micro-batches that are packed for each rank before a round is taken. The round takes the fullest of
+all; without further ones to choose from, its last micro-batches would stay half empty."""
 MAX_REPEAT = 2
 """Maximum ratio of the tokens that attention processes to the token budget. Attention repeats a shared prompt for each
 sequence, and its memory grows with these tokens."""

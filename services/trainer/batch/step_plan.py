@@ -22,7 +22,7 @@ from services.trainer.batch.disk_files import errors_of_the_system, sync
 from services.trainer.megatron.rank_messages import message
 
 OUTCOME = "skipped_updates"
-"""Field of a plan that is known only after the step."""
+"""Field of a plan with the indices of skipped updates; added once the step's updates are done."""
 
 
 class PlanError(ValueError):
@@ -195,8 +195,8 @@ class StepPlan:
 
 
 SCHEDULE = 20
-"""Number of micro-batches in a pipeline schedule per stage except the last, while a step fills. A stage then idles for
-a 21st of the schedule."""
+"""Number of micro-batches for each pipeline stage except one, in a schedule that runs while a step fills. A stage then
+idles for a 21st of the schedule."""
 
 
 def schedule_length(stages: int, chunks: int = 1) -> int:

@@ -98,7 +98,7 @@ class HostCopies:
         self.memory = memory
         self._device = device
         self._work: list[tuple[Tensor, Tensor | Float8Values]] = []
-        """Targets and sources."""
+        """Target and source of each registered copy."""
         self._filled = threading.Event()
         self._error: Exception | None = None
 
@@ -496,7 +496,7 @@ class Loading:
             self._reads[path].append(_Read(rectangle, piece, begin, dtype, one))
 
     def _found(self, wanted: Wanted, rectangle: Rectangle) -> tuple[Path, Rectangle]:
-        """Return the file from which some of a rectangle's elements are already read, and these elements."""
+        """Return the file that already provides some of a rectangle's wanted elements, and these elements."""
         return next(
             (path, both)
             for path, reads in self._reads.items()
@@ -509,7 +509,7 @@ class Loading:
 
 
 def _nothing() -> None:
-    """Do nothing at a thread's start: it needs no device."""
+    """Do nothing: on the CPU, a thread needs no device set at its start."""
 
 
 def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:

@@ -133,7 +133,7 @@ def to_device_batch(
 
 
 def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[Any]:
-    """Return the part of a row's column for the tokens whose attention this rank computes. Its last axis is tokens."""
+    """Return the part of a column [..., T] for the tokens whose attention this rank computes."""
     if context is None or context.gathering is None:
         return column
     tokens = column.shape[-1] // context.gathering.size()

@@ -66,7 +66,7 @@ OFFLOAD_AHEAD = {"full": 2, "selective": 8, "none": 12}
 """Number of saved tensors on a GPU that are being copied to the host or back, by `trainer.recompute`: about as many as
 one layer saves; for "full", the inputs of two layers."""
 OUTPUT_LAYER = "output_layer.weight"
-"""Name of the parameter that a critic doesn't have."""
+"""Name of the output layer's weight, which a critic doesn't have."""
 
 
 Shape = list[int]

@@ -27,14 +27,14 @@ from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.world import World
 
 SUMS = 6
-"""Number of columns before the histogram."""
+"""Number of a measure's columns before its histogram."""
 SMALLEST = 2.0**-27
 """Differences below this (7e-9) count as 0: float32 can't represent them for log-probs above 0.1 in size."""
 OCTAVES = 34
 PER_OCTAVE = 16
 BINS = 1 + OCTAVES * PER_OCTAVE
-"""Number of bins. Bin 0 is below SMALLEST; every other bin is a sixteenth of an octave, 4.4 % wide; the last bin is
-open."""
+"""Number of bins of a measure's histogram. Bin 0 is below SMALLEST; every other bin is a sixteenth of an octave,
+4.4 % wide; the last bin is open."""
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ± this for k3 and w, as in verl, so that one token can't make them infinite."""
 

@@ -145,7 +145,7 @@ def _fill(state: Stateful) -> None:
 
 
 def _plan(state: Stateful, copies: HostCopies, kept: Kept) -> PartFiles:
-    """Plan this rank's files; call `_fill` before. Raises RuntimeError: the host has no memory for the copies."""
+    """Plan this rank's files, after a call of `_fill`. Raises RuntimeError: the host has no memory for the copies."""
     return PartFiles(list(_stored(state, kept)), state.world.rank, read_generators(), copies)
 
 

@@ -89,7 +89,7 @@ class CheckpointPart:
 
     @property
     def _name(self) -> str:
-        """The name of the last checkpoint's work, the same on all ranks."""
+        """Name under which all ranks report that they have written the last checkpoint."""
         return f"checkpoint {self._begun}"
 
 

@@ -101,7 +101,7 @@ class StepSamples:
         )
 
     def part(self, chosen: NDArray[np.bool_]) -> "StepSamples":
-        """Return the samples for which `chosen` [n] is true."""
+        """Return the samples that the mask `chosen`, [n], selects."""
         return StepSamples(**{name: values[chosen] for name, values in vars(self).items()})
 
 
@@ -245,7 +245,7 @@ def _conversation_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
 
 
 def _observation_tokens(group: TrainGroup) -> int:
-    """Return the number of tokens between the model's tokens, in all sequences."""
+    """Return the number of tokens, in all sequences, that stand between tokens of the model: the observations."""
     of_model = np.flatnonzero(group.columns[LOSS_MASK])
     places = np.searchsorted(of_model, bounds_of(group.lengths))
     begins, ends = places[:-1], places[1:]

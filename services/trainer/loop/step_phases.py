@@ -170,7 +170,8 @@ class StepPhases(ABC):
     def close(self, open_step: StepBuilder) -> bool:
         """Set the mini-batches of the full step. Return True if all ranks have their groups.
 
-        If not, groups were closed meanwhile, or here because they can't be trained on. May be repeated.
+        Otherwise some groups were closed: by others meanwhile, or by this call because they can't be trained on. It may
+        be called again.
         """
 
     @abstractmethod

@@ -184,7 +184,7 @@ class ReceiptCheck:
         self._sent_weights = sent_weights
         self._may_be_unknown = may_be_unknown
         self._sent: Mapping[int, Sequence[str]] = {}
-        """The last answer of `sent_weights`, without newer versions."""
+        """The last answer of `sent_weights`, which lacks the versions sent since then."""
 
     def problem(self, group: TrainGroup, oldest: int) -> str:
         """Return a description of the first receipt that is missing or names weights that were never sent; "" if none.

@@ -298,7 +298,7 @@ class Training:
                     logger.warning("old weights of the reference could not be removed, and take room: %s", error)
 
     def _take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
-        """Process one round on all ranks, while the step fills."""
+        """Work on one round on all ranks, while the step fills."""
         self._report(f"step {open_step.number}: {len(open_step.members)} groups")
         began = time.monotonic()
         self._phases.take(open_step, entry, last=last)

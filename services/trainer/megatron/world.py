@@ -238,7 +238,7 @@ def _gather_groups(timeout: timedelta) -> GatherGroups:
 
 
 def _training_groups(gather: GatherGroups) -> GatherGroups:
-    """Return `gather` with the training thread's groups of the same ranks."""
+    """Return groups of the same ranks as those in `gather`, for use in the training thread."""
     return replace(
         gather,
         dense=None if gather.dense is None else parallel_state.get_tensor_model_parallel_group(),

@@ -37,7 +37,8 @@ from services.trainer.batch.sequence_media import GroupMediaReader, SequenceMedi
 from services.trainer.loop.commanded_rank import RankThread
 
 BATCHES_PER_STAGE = 20
-"""Micro-batches in a pass, per pipeline stage after the first: stages are then idle for a twentieth of the time."""
+"""Number of micro-batches in a pass for each pipeline stage after the first. A stage then idles for about a twentieth
+of the pass."""
 LEAST_GROUPS = 2
 """Minimum number of groups to hold: while one is computed, another is loaded."""
 
@@ -133,7 +134,7 @@ class ModelStage:
         self._group_tokens = 0.0
         """Moving average of the tokens of a group."""
         self.turns = 0
-        """Counter of model passes, whose length is bounded for any group size, and of idle waits; shows progress."""
+        """Number of model passes and of waits without a group. It shows progress: either takes a limited time."""
         self.worker = StageWorker(
             board,
             self._stage,
@@ -160,7 +161,7 @@ class ModelStage:
         return True
 
     def _run(self, model: str, groups: Mapping[str, _Group]) -> None:
-        """Fill the columns of `groups`, at least one, with one model."""
+        """Compute the columns of `groups`, at least one, with one model."""
         packer = Packer(self._budget, dp_size=1)
         for group in groups.values():
             shares = [one.prompt_length for one in group.sequences]

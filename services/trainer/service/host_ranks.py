@@ -435,5 +435,5 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _order(replica_id: str) -> list[tuple[int, str]]:
-    """Return the sort key of a name by its numbers' values: ranks-2 is before ranks-10."""
+    """Return a sort key that compares the numbers in names by value: ranks-2 comes before ranks-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", replica_id)]

@@ -93,13 +93,13 @@ class CopyToRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        """Copy."""
+        """Copy each token to its rows."""
         ctx.save_for_backward(places)
         return copy_to_rows(x, places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Add up."""
+        """Sum the gradients of each token's rows."""
         return sum_of_rows(grads[0].contiguous(), ctx.saved_tensors[0]), None
 
 
@@ -108,13 +108,13 @@ class SumOfRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        """Add up."""
+        """Sum the rows of each token."""
         ctx.save_for_backward(places)
         return sum_of_rows(rows, places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Copy."""
+        """Copy each token's gradient to its rows."""
         return copy_to_rows(grads[0].contiguous(), ctx.saved_tensors[0]), None
 
 

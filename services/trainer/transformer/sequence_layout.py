@@ -151,7 +151,7 @@ def gather_from_sequences(x: Tensor, slots: Slots) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    """x[token_of_slot], with a lookup as backward pass where possible.
+    """x[token_of_slot]: a token for each slot. The backward pass is a lookup where possible.
 
     Padding comes last in its sequence and attention is causal, so padding has no gradient. Only tokens that are in
     several sequences have gradients to sum.
@@ -178,7 +178,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """x[slot_of_token]."""
+    """x[slot_of_token]: each token from its first slot."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:

@@ -40,7 +40,7 @@ class FusedQueryKeyValue:
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the tensor."""
+        """Return the fused tensor of all heads."""
         return [torch.cat(QueryKeyValue.merge(shards, shapes, shape))]
 
 
@@ -54,7 +54,7 @@ class FusedGateUp:
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the tensor."""
+        """Return the fused tensor of all rows."""
         rows, columns = shapes[0]
         return [torch.cat(ShardedRows.merge(shards, [(rows // 2, columns)] * 2, shape))]
 
