@@ -22,9 +22,8 @@ from relaxd.cli.run_checkpoints import REPLAY_SECONDS, config_of, run_folder, st
 from relaxd.client import CliError
 from relaxd.client.folder_runs import step_lines
 from relaxd.config import RunConfig
-from relaxd.config.load_toml import ConfigError, Problem, load
+from relaxd.config.load_toml import ConfigError, Problem, load, suggest
 from relaxd.config.settings_table import sections
-from relaxd.config.suggestions import suggest
 from relaxd.config.write_toml import dump, dump_changes, toml
 from relaxd.local.programs import FORK, run_program, stream_program
 from relaxd.run_folder import CONFIG, METRICS, RECORD, replace_file

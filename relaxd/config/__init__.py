@@ -1,7 +1,6 @@
 """The configuration of a run, as pydantic models."""
 
 from relaxd.config.agent import AgentConfig
-from relaxd.config.alerts import AlertsConfig
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.algorithm_shared import PolicyGradientConfig
 from relaxd.config.data import DataConfig, ReasoningGymConfig
@@ -9,17 +8,19 @@ from relaxd.config.evaluation import EvalConfig
 from relaxd.config.operation import (
     CPU_TRANSPORTS,
     LARGE_COLUMN_BYTES,
+    AlertsConfig,
     BoardConfig,
     HealthConfig,
     RehearsalConfig,
+    TrackingConfig,
     WeightsConfig,
 )
-from relaxd.config.placement import PlacementConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.role_settings import (
     CriticConfig,
     FrozenModelConfig,
     JudgeConfig,
+    PlacementConfig,
     ReferenceConfig,
     ReplicaSizes,
     RolesConfig,
@@ -27,7 +28,6 @@ from relaxd.config.role_settings import (
 )
 from relaxd.config.rollout import RolloutConfig
 from relaxd.config.run import ModelConfig, RunConfig, RunSection, TelemetryConfig
-from relaxd.config.tracking import TrackingConfig
 from relaxd.config.trainer import MoEConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [

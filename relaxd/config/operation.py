@@ -1,14 +1,19 @@
-"""[board], [weights], [health] and [rehearsal]: how the services of a run work together."""
+"""[board], [weights], [health] and [rehearsal]: how the services of a run work together. [alerts] and [tracking]: what
+people and trackers are told."""
 
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
+from zoneinfo import ZoneInfo
 
 from pydantic import Field, field_validator
 
+from relaxd.alerts.notifications import parse_quiet_hours
+from relaxd.alerts.rules import parse_rule
 from relaxd.config.section import Section
+from relaxd.importing import check_known_or_own
 from relaxd.redis_client import parse as parse_redis_url
 from relaxd.redis_client import where
 
@@ -218,3 +223,125 @@ class RehearsalConfig(Section):
     def experts(self) -> tuple[int, int]:
         """Number of layers with experts, and of a token's experts in each; (0, 0) for a model without experts."""
         return self.moe_layers, self.experts_per_token
+
+
+RULES = (
+    "reward_mean < 0.5 x highest over 20 steps",
+    "entropy < 0.1 x highest over 20 steps",
+    "tokens_per_second < 0.5 x highest over 20 steps",
+)
+"""Rules of a run without rules in its configuration. A healthy run of any task stays far from their limits."""
+
+
+class AlertsConfig(Section):
+    """Alarms, and notifications of them (docs/alerts.md). The addresses to notify are secrets, not settings."""
+
+    rules: tuple[str, ...] = RULES
+    """Rules on metrics, each an alarm while it holds: "METRIC < NUMBER" or "METRIC > NUMBER", also "< 0.5 x highest",
+    "> 2 x lowest" and "over N steps", whose median is compared (5 by default)."""
+    wait_seconds: float = Field(default=900.0, ge=1)
+    """Seconds after which a wait, such as for Redis or a missing replica, raises an alarm."""
+    min_free_gb: float = Field(default=5.0, ge=0)
+    """Free space on the disk of the run's folder below which an alarm is raised, in GB. 0: no alarm."""
+    urls_file: str = ""
+    """File on the coordinator's machine with the addresses to notify, one Apprise URL in a line. By default those in
+    RELAXD_ALERT_URLS of the coordinator's environment."""
+    quiet_hours: str = ""
+    """Daily hours in which notifications wait, such as "22:00-07:00". The end of the run doesn't wait."""
+    time_zone: str = ""
+    """Time zone of the quiet hours, such as "Europe/Berlin". By default that of the coordinator's machine."""
+    repeat_seconds: float = Field(default=3600.0, ge=0)
+    """Minimum seconds between notifications that the same alarm began; if it begins again sooner, neither that nor its
+    end is notified."""
+
+    def problems(self) -> Iterator[str]:
+        for number, rule in enumerate(self.rules):
+            try:
+                parse_rule(rule)
+            except ValueError as error:
+                yield f'alerts.rules.{number} = "{rule}": {error}'
+            if rule in self.rules[:number]:
+                yield f'alerts.rules.{number} = "{rule}": it is listed twice: remove one'
+        try:
+            parse_quiet_hours(self.quiet_hours)
+        except ValueError as error:
+            yield f'alerts.quiet_hours = "{self.quiet_hours}": {error}'
+        try:
+            if self.time_zone:  # a machine without the database of time zones needs none of them
+                ZoneInfo(self.time_zone)
+        except (ValueError, OSError, LookupError):
+            yield f'alerts.time_zone = "{self.time_zone}": it must be a name such as "Europe/Berlin"'
+        if "://" in self.urls_file:
+            yield (
+                "alerts.urls_file is an address, which would be kept with the run: write it into a file, and name that"
+            )
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "clearml", "trackio")
+"""The bundled trackers."""
+
+
+class TrackingConfig(Section):
+    """Trackers, which show a run's numbers outside of relaxd (docs/tracking.md)."""
+
+    section: ClassVar[str] = "tracking"
+
+    trackers: tuple[str, ...] = ()
+    """Trackers that get the numbers of each step: "tensorboard", "wandb", "mlflow", "clearml", "trackio", or one of
+    your own as "package.module:Class" or "file.py:Class"."""
+    python: str = ""
+    """Python interpreter that has the trackers' packages, if it isn't that of the coordinator. It needs Python 3.11 and
+    nothing of relaxd."""
+    project: str = "relaxd"
+    """Name of the run's project in W&B, ClearML and Trackio, or of its experiment in MLflow."""
+    name: str = ""
+    """Name of the run in W&B, MLflow, ClearML and Trackio. By default the run's id."""
+    samples: bool = True
+    """Also show the samples that the run keeps (telemetry.samples_per_step)."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """online: send to W&B, with the key WANDB_API_KEY of the coordinator's environment. offline: write files into the
+    run's folder, which `wandb sync` sends later."""
+    wandb_entity: str = ""
+    """User or team of W&B. By default that of the key."""
+    mlflow_url: str = ""
+    """Address of the MLflow server, such as "http://mlflow:5000". Its secrets are in the coordinator's environment:
+    MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    clearml_mode: Literal["online", "offline"] = "online"
+    """online: send to the ClearML server that clearml.conf or CLEARML_API_HOST, CLEARML_API_ACCESS_KEY and
+    CLEARML_API_SECRET_KEY of the coordinator's environment name. offline: write files into the run's folder, which
+    `Task.import_offline_session` sends later."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings for trackers of your own. relaxd passes them on unread."""
+
+    def problems(self) -> Iterator[str]:
+        for number, name in enumerate(self.trackers):
+            there_are, own = "there are", "A tracker of your own"
+            check_known_or_own(f"tracking.trackers.{number}", name, TRACKERS, there_are, own)
+            if name in self.trackers[:number]:
+                yield f'tracking.trackers.{number} = "{name}": it is listed twice: remove one'
+        if not self.trackers:
+            others = [name for name in type(self).model_fields if name != "trackers"]
+            yield from self.unused(others, "tracking.trackers is empty: name a tracker")
+        needs = {
+            "wandb": ("wandb_mode", "wandb_entity"),
+            "mlflow": ("mlflow_url",),
+            "clearml": ("clearml_mode",),
+        }
+        for tracker, names in needs.items():
+            if tracker not in self.trackers:
+                yield from self.unused(names, f'tracking.trackers has no "{tracker}": add it')
+        if not set(self.trackers) - set(TRACKERS):
+            yield from self.unused(("options",), "tracking.trackers has no tracker of your own: name it")
+        if "mlflow" not in self.trackers:
+            return
+        url = urlsplit(self.mlflow_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            yield (
+                f'tracking.mlflow_url is "{self.mlflow_url}": set the address of an MLflow server, such as '
+                '"http://mlflow:5000"'
+            )
+        if "@" in url.netloc:
+            yield (
+                "tracking.mlflow_url has a password or token, which would be kept with the run: set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the coordinator's environment instead"
+            )

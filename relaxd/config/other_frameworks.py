@@ -1,7 +1,7 @@
 """Settings of TRL, verl, prime-rl and Relax (whose flags come from slime), and their equivalents in relaxd.
 
 docs/coming-from.md is written from this table, and errors for unknown settings look names up in it
-(`relaxd.config.suggestions`).
+(`relaxd.config.load_toml`).
 """
 
 from typing import NamedTuple

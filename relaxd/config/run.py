@@ -8,18 +8,22 @@ from pydantic import Field
 
 from relaxd.best_checkpoint import metric_problem
 from relaxd.config.agent import AgentConfig
-from relaxd.config.alerts import AlertsConfig
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.contradictions import contradictions
 from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
-from relaxd.config.operation import BoardConfig, HealthConfig, RehearsalConfig, WeightsConfig
-from relaxd.config.placement import AutoscaleConfig, PlacementConfig
+from relaxd.config.operation import (
+    AlertsConfig,
+    BoardConfig,
+    HealthConfig,
+    RehearsalConfig,
+    TrackingConfig,
+    WeightsConfig,
+)
 from relaxd.config.reward import RewardConfig
-from relaxd.config.role_settings import RolesConfig
+from relaxd.config.role_settings import AutoscaleConfig, PlacementConfig, RolesConfig
 from relaxd.config.rollout import RolloutConfig
 from relaxd.config.section import Section
-from relaxd.config.tracking import TrackingConfig
 from relaxd.config.trainer import TrainerConfig
 from relaxd.engines import ENGINES, list_engines
 from relaxd.run_folder import HELD_OUT

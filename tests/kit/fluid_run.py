@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from relaxd.config.placement import AutoscaleConfig
+from relaxd.config.role_settings import AutoscaleConfig
 from services.coordinator.scaling.autoscale_policy import AutoscalePolicy, Sample
 
 TICK_SECONDS = 5

@@ -17,7 +17,7 @@ from relaxd.board.sizes import EXPECTED_SHARE, media_bytes, worst_bytes
 from relaxd.config import AgentConfig, RehearsalConfig, RunConfig
 from relaxd.config.data import DataSource
 from relaxd.config.operation import EXPERTS
-from relaxd.config.placement import AutoscaleConfig
+from relaxd.config.role_settings import AutoscaleConfig
 from relaxd.engines import SCRIPTED
 from relaxd.models.shape import expert_dtype
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from relaxd.config.placement import AutoscaleConfig
+from relaxd.config.role_settings import AutoscaleConfig
 
 IDLE_OUT, IDLE_IN = 0.15, 0.05
 """Idle shares of the trainer. Above IDLE_OUT, replicas may be added. Above IDLE_IN, a replica is removed only if the

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.config.alerts import AlertsConfig
 from relaxd.config.load_toml import load
+from relaxd.config.operation import AlertsConfig
 from services.coordinator.runs.run_files import RunFiles
 from tests.kit.ports import free_port
 from tests.kit.processes import kill, run_python, start_python

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from relaxd.config.alerts import AlertsConfig
+from relaxd.config.operation import AlertsConfig
 from tests.kit.cases import each
 
 WRONG = [

@@ -10,10 +10,9 @@ import pytest
 
 from relaxd.cli.preparing.first_steps import demo_overrides
 from relaxd.config.algorithm import BUILT_IN, OWN
-from relaxd.config.load_toml import ConfigError, load, load_file
+from relaxd.config.load_toml import ConfigError, load, load_file, suggest
 from relaxd.config.other_frameworks import EQUIVALENTS, FRAMEWORKS
 from relaxd.config.settings_table import sections, settings
-from relaxd.config.suggestions import suggest
 from relaxd.config.write_toml import dump, dump_changes, dump_explained
 from tests.kit.cases import each
 

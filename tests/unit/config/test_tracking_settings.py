@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from relaxd.config.tracking import TrackingConfig
+from relaxd.config.operation import TrackingConfig
 from tests.kit.cases import each
 
 WRONG = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.config.placement import AutoscaleConfig
+from relaxd.config.role_settings import AutoscaleConfig
 from services.coordinator.scaling.autoscale_policy import AutoscalePolicy, Sample, Verdict
 from tests.kit.fluid_run import FluidRun, Load
 

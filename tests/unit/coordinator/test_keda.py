@@ -7,7 +7,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from relaxd.config.placement import AutoscaleConfig
+from relaxd.config.role_settings import AutoscaleConfig
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import external_scaler_pb2 as pb
 from relaxd.v1.external_scaler_pb2_grpc import ExternalScalerStub

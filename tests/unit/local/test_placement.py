@@ -7,7 +7,7 @@ import pytest
 from relaxd.cli.execute import Where, _replicas
 from relaxd.cli.options import with_replica_options
 from relaxd.config.load_toml import ConfigError, load
-from relaxd.config.placement import PLACED
+from relaxd.config.role_settings import PLACED
 from relaxd.local.placement import check_devices, machine_problems, placed_replicas, placement_problems
 from relaxd.local.state_folder import StateFolder
 from relaxd.roles import SCALABLE_ROLES

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.config.tracking import TrackingConfig
+from relaxd.config.operation import TrackingConfig
 from relaxd.run_folder import METRICS, SAMPLES
 from relaxd.trackers.feed import Feed, FollowedFile, split_line
 from relaxd.trackers.tracker import REDACTED, Edition, TrackedRun, Tracker, redact

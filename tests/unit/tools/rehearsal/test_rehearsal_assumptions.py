@@ -6,7 +6,7 @@ import pytest
 
 from relaxd.board import worst_bytes
 from relaxd.config.load_toml import load, load_file
-from relaxd.config.placement import AutoscaleConfig
+from relaxd.config.role_settings import AutoscaleConfig
 from relaxd.config.write_toml import dump
 from relaxd.envs.loading import load_environment
 from relaxd.tools.rehearsal.assumptions import (
