@@ -1,19 +1,6 @@
 """The sample board: groups move from stage to stage through Redis, each trained or dropped exactly once."""
 
 from relaxd.board.column_encoding import decode_columns, encode_columns
-from relaxd.board.errors import (
-    BoardError,
-    BoardUnavailable,
-    ColumnError,
-    ColumnsTooLarge,
-    Fenced,
-    GateClosed,
-    LedgerTrimmed,
-    RunExists,
-    RunMissing,
-    StepConflict,
-)
-from relaxd.board.faces import AsyncBoard, Board
 from relaxd.board.group_contents import GroupSequence, read_sequences
 from relaxd.board.schema import (
     ADVANTAGES,
@@ -58,23 +45,33 @@ from relaxd.board.stages import STAGES, TRAIN, Stage, roles_for, stages_for
 from relaxd.board.types import (
     JSON,
     Admission,
+    BoardError,
+    BoardUnavailable,
     Column,
+    ColumnError,
+    ColumnsTooLarge,
     Counts,
     CriticOrders,
     Delivery,
     DroppedGroup,
     DropReason,
+    Fenced,
+    GateClosed,
     GroupTimes,
     HeldGroup,
     LedgerEntry,
+    LedgerTrimmed,
     NewGroup,
     PromptRetry,
     QueueDepth,
+    RunExists,
+    RunMissing,
     Saved,
     StageTime,
+    StepConflict,
     microseconds,
 )
-from relaxd.board.worker import Drop, StageWorker
+from relaxd.board.worker import AsyncBoard, Board, Drop, StageWorker
 
 __all__ = [
     "ADVANTAGES",

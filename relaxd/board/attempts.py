@@ -24,9 +24,8 @@ import numpy as np
 
 from relaxd.board.column_encoding import decode_columns, encode_column, payload_of
 from relaxd.board.command_packing import Payload
-from relaxd.board.errors import ColumnError
 from relaxd.board.sizes import NO_EVICTION, RedisMemory
-from relaxd.board.types import Column
+from relaxd.board.types import Column, ColumnError
 from relaxd.config import LARGE_COLUMN_BYTES
 from relaxd.redis_client import parse, where
 from relaxd.redis_client.operations import RedisOperation, ask, is_cluster_node

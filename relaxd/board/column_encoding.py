@@ -17,8 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from relaxd.board.command_packing import Payload
-from relaxd.board.errors import ColumnError
-from relaxd.board.types import Column
+from relaxd.board.types import Column, ColumnError
 
 MAGIC = b"RXC1"
 PREFIX = struct.Struct("<4sI")

@@ -16,8 +16,8 @@ from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry
 
 from relaxd.board.command_packing import CommandPacker
-from relaxd.board.errors import BoardError, BoardUnavailable
 from relaxd.board.scripts import loading, script_loads, translate
+from relaxd.board.types import BoardError, BoardUnavailable
 from relaxd.redis_client import (
     acknowledged,
     acknowledged_async,

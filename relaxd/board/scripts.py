@@ -13,7 +13,7 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from relaxd.amounts import byte_amount
-from relaxd.board.errors import (
+from relaxd.board.types import (
     BoardError,
     Fenced,
     GateClosed,

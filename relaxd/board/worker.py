@@ -1,4 +1,5 @@
-"""The worker of a stage: takes groups, processes several at once, renews holds, commits in batches."""
+"""The board's two classes, for threads and for an event loop, and the worker of a stage, which takes groups, processes
+several at once, renews holds, and commits in batches."""
 
 import logging
 import queue
@@ -14,11 +15,48 @@ from typing import TypeAlias, TypeVar
 from opentelemetry import trace
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, ColumnsTooLarge, RunMissing, TooLate
-from relaxd.board.faces import Board
-from relaxd.board.types import MICROSECONDS, Column, Delivery, DropKind, DropReason, StageTime, microseconds
+from relaxd.board.connection import AsynchronousFace, BlockingFace
+from relaxd.board.sides.coordinator_side import CoordinatorSide
+from relaxd.board.sides.stage_side import StageSide
+from relaxd.board.sides.trainer_side import TrainerSide
+from relaxd.board.types import (
+    MICROSECONDS,
+    BoardError,
+    BoardUnavailable,
+    Column,
+    ColumnError,
+    ColumnsTooLarge,
+    Delivery,
+    DropKind,
+    DropReason,
+    RunMissing,
+    StageTime,
+    TooLate,
+    microseconds,
+)
 from relaxd.telemetry import open_stage_span, record
 from relaxd.waiting import waiting
+
+
+class Board(BlockingFace, CoordinatorSide, StageSide, TrainerSide):
+    """A run's groups, stages, counters and step ledger in Redis. Thread-safe; its operations block.
+
+    `Board(redis_url, run_id, stages, limits, *, timeout_seconds=5.0, retry_seconds=10.0, orphan_seconds=60.0)`:
+    timeout_seconds limits each wait for Redis. While Redis is unavailable, an operation is retried for retry_seconds
+    before it raises BoardUnavailable. Payloads whose writer died before committing them expire after orphan_seconds.
+
+    Every operation is idempotent, so that it can be retried after a lost reply. Every atomic write is a single
+    script (relaxd/board/lua).
+    """
+
+
+class AsyncBoard(AsynchronousFace, CoordinatorSide, StageSide, TrainerSide):
+    """The board for one event loop: its operations are awaited, `close` included.
+
+    An operation that is cancelled may have taken effect or not, as after a lost reply. Columns are encoded and decoded
+    in the event loop: to move megabytes, use a Board in a thread.
+    """
+
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

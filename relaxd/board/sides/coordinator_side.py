@@ -9,7 +9,6 @@ from typing import Any
 from relaxd.board import attempts as data_nodes
 from relaxd.board import payload_transfer
 from relaxd.board.attempts import Attempt, all_places, new_names
-from relaxd.board.errors import BoardError, BoardUnavailable
 from relaxd.board.group_contents import facts_json, parse_fate
 from relaxd.board.scripts import explain_limit, run_script
 from relaxd.board.sides.side_base import BoardCore, GroupAttempt, reading
@@ -19,6 +18,8 @@ from relaxd.board.types import (
     DROP_COUNTERS,
     JSON,
     Admission,
+    BoardError,
+    BoardUnavailable,
     DropKind,
     DropReason,
     GroupOutcome,

@@ -10,10 +10,19 @@ from relaxd.board import payload_transfer
 from relaxd.board.attempts import Attempt, all_places, new_names
 from relaxd.board.column_encoding import decode_columns
 from relaxd.board.connection import Servers
-from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing, TooLate
 from relaxd.board.scripts import run_script, script_call, script_loads
 from relaxd.board.stages import PUBLISH, Stage, producers
-from relaxd.board.types import Column, Counts, DroppedGroup, HeldGroup, QueueDepth
+from relaxd.board.types import (
+    BoardError,
+    Column,
+    ColumnsTooLarge,
+    Counts,
+    DroppedGroup,
+    HeldGroup,
+    QueueDepth,
+    RunMissing,
+    TooLate,
+)
 from relaxd.config import BoardConfig
 from relaxd.redis_client import COORDINATOR, key_prefix, with_access_of
 from relaxd.redis_client.operations import Command, RedisOperation, Send, ask, operation
@@ -53,7 +62,7 @@ class BoardCore:
     """The operations that every side of a run's board has."""
 
     connect_to: Callable[..., Any]
-    """Function that connects to a server; blocking and asyncio boards (relaxd.board.faces) have different ones."""
+    """Function that connects to a server; blocking and asyncio boards (relaxd.board.worker) have different ones."""
 
     def __init__(
         self,

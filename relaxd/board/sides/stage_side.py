@@ -13,13 +13,12 @@ from relaxd import telemetry
 from relaxd.board import payload_transfer
 from relaxd.board.attempts import Place, all_places, new_names, places
 from relaxd.board.column_encoding import decode_columns
-from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.group_contents import facts_json, facts_of
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.scripts import run_script
 from relaxd.board.sides.side_base import WORKERS, BoardCore, GroupAttempt, damaged
 from relaxd.board.stages import PUBLISH
-from relaxd.board.types import DROP_COUNTERS, Column, Delivery, DropKind, DropReason, Saved
+from relaxd.board.types import DROP_COUNTERS, BoardError, Column, ColumnError, Delivery, DropKind, DropReason, Saved
 from relaxd.redis_client.operations import RedisOperation, Send, ask, operation
 
 MAX_CLAIM_INTERVAL = 5.0

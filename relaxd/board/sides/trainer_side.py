@@ -6,11 +6,10 @@ from typing import Any
 
 from relaxd.board import payload_transfer
 from relaxd.board.attempts import Place, decode_sample, sample_places, samples_attempt
-from relaxd.board.errors import LedgerTrimmed, RunMissing
 from relaxd.board.scripts import run_script
 from relaxd.board.sides.side_base import BoardCore, GroupAttempt, reading
 from relaxd.board.stages import SAMPLES, TRAIN
-from relaxd.board.types import CriticOrders, GroupTimes, LedgerEntry, parse_times
+from relaxd.board.types import CriticOrders, GroupTimes, LedgerEntry, LedgerTrimmed, RunMissing, parse_times
 from relaxd.redis_client.operations import RedisOperation, Send, ask, operation
 
 

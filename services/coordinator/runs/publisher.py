@@ -22,9 +22,8 @@ from relaxd.board import (
     RunMissing,
     worst_bytes,
 )
-from relaxd.board.errors import TooLate
 from relaxd.board.sizes import media_bytes
-from relaxd.board.types import JSON
+from relaxd.board.types import JSON, TooLate
 from relaxd.data.curriculum.own_sampler import SETTING as SAMPLER
 from relaxd.data.curriculum.visits import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData

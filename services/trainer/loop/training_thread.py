@@ -11,7 +11,7 @@ from pathlib import Path
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import REFERENCE_WEIGHTS, TRAIN, BoardUnavailable, DropReason, LedgerEntry, microseconds
-from relaxd.board.errors import TooLate
+from relaxd.board.types import TooLate
 from relaxd.config import RunConfig
 from relaxd.roles import CRITIC, REFERENCE
 from relaxd.run_folder import model_path

@@ -10,8 +10,8 @@ from relaxd.board import BoardError, NewGroup, StageWorker, payload_transfer
 from relaxd.board.attempts import SLICE_BYTES, Attempt
 from relaxd.board.column_encoding import encode_columns
 from relaxd.board.command_packing import CommandPacker
-from relaxd.board.errors import TooLate
 from relaxd.board.scripts import run_script
+from relaxd.board.types import TooLate
 from relaxd.config import LARGE_COLUMN_BYTES
 from tests.kit.boards import LARGE, advance, audit, commands_of, group, make_board, make_overdue, output, take
 from tests.kit.waiting import wait_until
