@@ -43,8 +43,7 @@ from benchmarks.reporting import report
 from relaxd.board import MEDIA_CONTENTS, PROMPT_MEDIA, NewGroup
 from relaxd.config import DataConfig, RunConfig
 from relaxd.data.examples import Example
-from relaxd.data.media_ahead import KEPT, THREADS, MediaAhead
-from relaxd.data.vision import read_vision
+from relaxd.data.vision import KEPT, THREADS, MediaAhead, read_vision
 from relaxd.media.images import normalise_image
 from relaxd.media.kinds import NormalMedia
 from relaxd.media.media_tokens import expand

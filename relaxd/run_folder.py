@@ -31,7 +31,7 @@ COMPARED = "compared.bin"
 """Hashes of visited prompts of large files (data.deduplicate), which save reading them again; see
 relaxd.data.duplicates."""
 VISITED_MEDIA = "media.bin"
-"""Hashes of the media of visited prompts, which reveal changed files; see relaxd.data.data_changes."""
+"""Hashes of the media of visited prompts, which reveal changed files; see relaxd.data.dataset."""
 METRICS = "metrics.jsonl"
 """One line per step, and one for an evaluation before the first step."""
 SAMPLES = "samples.jsonl"

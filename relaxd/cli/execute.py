@@ -34,7 +34,7 @@ from relaxd.client.folder_runs import read_run
 from relaxd.config import PlacementConfig, RunConfig
 from relaxd.config.load_toml import ConfigError, load_recorded
 from relaxd.config.write_toml import dump
-from relaxd.data.files.opening import is_hub_path
+from relaxd.data.prompt_files import is_hub_path
 from relaxd.data.templating import with_template_texts
 from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.scored_answers import shown_name

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from relaxd.data.examples import Example
-from relaxd.data.files.rows import OnDemand
+from relaxd.data.rows import OnDemand
 from relaxd.data.sources.prompt_columns import Examples
 from relaxd.media.sources import content_hash
 from relaxd.waiting import waiting

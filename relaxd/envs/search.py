@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.data.files.opening import open_rows
+from relaxd.data.prompt_files import open_rows
 from relaxd.envs.environment import BadEnvironmentError
 from relaxd.envs.function_tools import FunctionTool, ToolsEnvironment
 

@@ -21,9 +21,9 @@ from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, Problem, load, load_file
 from relaxd.data.duplicates import Keys, Repeats, keys_of, overlap, repeats
 from relaxd.data.examples import Example
-from relaxd.data.files.opening import LINES, TABLES, without_part
-from relaxd.data.files.rows import kind_of
 from relaxd.data.prompt_checks import evenly_spread, read_some
+from relaxd.data.prompt_files import LINES, TABLES, without_part
+from relaxd.data.rows import kind_of
 from relaxd.data.sources.evaluation_sets import read_set
 from relaxd.data.sources.run_sources import Share, Source, mixture_weights, read_sources
 from relaxd.data.tokenizer import PromptTokenizer

@@ -13,7 +13,7 @@ from relaxd.config import RunConfig
 from relaxd.config.data import ReasoningGymConfig
 from relaxd.config.evaluation import EvalSet
 from relaxd.data.examples import Example
-from relaxd.data.files.opening import open_rows
+from relaxd.data.prompt_files import open_rows
 from relaxd.data.sources.prompt_columns import Examples
 from relaxd.data.sources.reasoning_gym_source import reasoning_gym
 from relaxd.data.sources.run_sources import Source, columns_of, tools_of

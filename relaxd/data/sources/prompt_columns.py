@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relaxd.data.examples import Example, Message
-from relaxd.data.files.rows import OnDemand, Rows, kind_of, plain, stranger
+from relaxd.data.rows import OnDemand, Rows, kind_of, plain, stranger
 from relaxd.importing import describe_error
 from relaxd.json_text import parse_json
 from relaxd.media.placeholders import IMAGE, MediaColumn, MediaReader

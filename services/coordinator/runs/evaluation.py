@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 
 from relaxd.data.dataset import Prompt, PromptDataset, RunData
-from relaxd.data.media_ahead import THREADS
+from relaxd.data.vision import THREADS
 from relaxd.evaluation.estimates import vote_of
 from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
 from relaxd.evaluation.sets import ResolvedSet, sets_of

@@ -25,7 +25,7 @@ from relaxd.board import (
 from relaxd.board.sizes import media_bytes
 from relaxd.board.types import JSON, TooLate
 from relaxd.data.curriculum.own_sampler import SETTING as SAMPLER
-from relaxd.data.curriculum.visits import Visited, Visits
+from relaxd.data.curriculum.run_curriculum import Visited, Visits
 from relaxd.data.dataset import Cursor, Place, RunData
 from relaxd.media.prompt_media import MediaRecord, names_of
 from relaxd.models import DataError

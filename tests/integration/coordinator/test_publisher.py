@@ -20,7 +20,7 @@ from relaxd.config import RunConfig
 from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.examples import Example
-from relaxd.data.files.rows import OnDemand
+from relaxd.data.rows import OnDemand
 from relaxd.data.vision import PromptHostAway
 from relaxd.drop_reasons import DropReason
 from relaxd.media import fetching

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.config.load_toml import MAX_SETTINGS, ConfigError, load, load_file
-from relaxd.data.files.json_files import JsonLines
+from relaxd.data.prompt_files import JsonLines
 from relaxd.data.templating import load_chat_template
 from relaxd.json_text import parse_json
 from relaxd.models import DataError

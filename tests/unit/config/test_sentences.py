@@ -6,7 +6,7 @@ import pytest
 
 from relaxd.config.load_toml import ConfigError, Problem, load
 from relaxd.config.write_toml import dump, dump_explained
-from relaxd.data.files.opening import open_rows
+from relaxd.data.prompt_files import open_rows
 from relaxd.models import DataError
 
 BASE = """

@@ -20,8 +20,7 @@ from relaxd.config.load_toml import ConfigError, load
 from relaxd.data.curriculum import run_curriculum
 from relaxd.data.curriculum.own_filter import COLUMNS, FilterError, GroupFilter, samples_of
 from relaxd.data.curriculum.prompt_record import Pool, PromptRecord
-from relaxd.data.curriculum.run_curriculum import Curriculum
-from relaxd.data.curriculum.visits import Visited, Visits
+from relaxd.data.curriculum.run_curriculum import Curriculum, Visited, Visits
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 from relaxd.data.examples import Example
 from relaxd.models import DataError
@@ -237,7 +236,7 @@ import time
 import numpy as np
 from relaxd.config.data import CurriculumConfig
 from relaxd.data.curriculum.prompt_record import PromptRecord
-from relaxd.data.curriculum.visits import Visits
+from relaxd.data.curriculum.run_curriculum import Visits
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 class Prompts(PromptDataset):
     def prompt(self, index):

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from relaxd.config import RunConfig
 from relaxd.data.dataset import Cursor, PromptDataset, load_data
 from relaxd.data.examples import Example
-from relaxd.data.files.opening import open_rows
+from relaxd.data.prompt_files import open_rows
 from relaxd.data.sources.addition_source import addition
 from relaxd.data.sources.prompt_columns import Columns, Examples
 from relaxd.data.tokenizer import PromptTokenizer

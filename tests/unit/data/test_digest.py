@@ -11,14 +11,14 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from relaxd.data.data_changes import digest_of
+from relaxd.data.dataset import digest_of
 from relaxd.data.duplicates import Chosen
 from relaxd.data.examples import Example
-from relaxd.data.files.opening import open_rows
-from relaxd.data.files.rows import Joined
-from relaxd.data.sources import own_source
-from relaxd.data.sources.own_source import OwnRows
+from relaxd.data.prompt_files import open_rows
+from relaxd.data.rows import Joined
+from relaxd.data.sources import run_sources
 from relaxd.data.sources.prompt_columns import Columns, Examples
+from relaxd.data.sources.run_sources import OwnRows
 
 Row = dict[str, Any]
 COUNT = 600
@@ -117,7 +117,7 @@ def test_sources_count_in_their_order() -> None:
 
 
 def test_of_a_users_large_source_some_rows_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_source, "DIGESTED", 1000)
+    monkeypatch.setattr(run_sources, "DIGESTED", 1000)
 
     class Squares:
         def __init__(self, wrong: int = -1) -> None:

@@ -18,9 +18,9 @@ from relaxd.config.data import CurriculumConfig
 from relaxd.config.load_toml import ConfigError, load
 from relaxd.data import prompt_checks
 from relaxd.data.curriculum.prompt_record import PromptRecord
-from relaxd.data.curriculum.visits import Visits
+from relaxd.data.curriculum.run_curriculum import Visits
 from relaxd.data.dataset import Cursor, RunData, load_data
-from relaxd.data.files.opening import open_rows
+from relaxd.data.prompt_files import open_rows
 from relaxd.data.sources.prompt_columns import Columns, Examples
 from relaxd.data.sources.run_sources import Share, epoch_visits
 from relaxd.models import DataError

@@ -16,7 +16,7 @@ from relaxd.config.load_toml import ConfigError, load
 from relaxd.data.dataset import load_data
 from relaxd.data.duplicates import keys_of, normalised, overlap, repeats
 from relaxd.data.examples import Example
-from relaxd.data.files.opening import open_rows
+from relaxd.data.prompt_files import open_rows
 from relaxd.data.sources.prompt_columns import Columns, Examples
 from relaxd.models import DataError
 from tests.kit.cases import each
@@ -289,7 +289,7 @@ import re, sys, time
 begun = time.process_time()
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.prompt_record import PromptRecord
-from relaxd.data.curriculum.visits import Visits
+from relaxd.data.curriculum.run_curriculum import Visits
 from relaxd.data.dataset import Cursor, load_data
 config = RunConfig.model_validate({"run": {"steps": 1}, "model": {"path": sys.argv[1]}, "reward": {"name": "math"},
     "data": {"source": "files", "path": sys.argv[2], "deduplicate": True}})

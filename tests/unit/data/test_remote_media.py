@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 
 from relaxd.cli.main import app
 from relaxd.config.load_toml import load_file
-from relaxd.data import media_ahead
+from relaxd.data import vision as data_vision
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.examples import Example
-from relaxd.data.media_ahead import MediaAhead
 from relaxd.data.tokenizer import MEASURING_THREADS
-from relaxd.data.vision import PromptHostAway, read_vision
+from relaxd.data.vision import MediaAhead, PromptHostAway, read_vision
 from relaxd.media import fetching
 from relaxd.media.images import normalise_image
 from relaxd.media.placeholders import MediaItem
@@ -127,8 +126,8 @@ def test_a_wrong_prompt_is_told_without_waiting_for_those_behind_it(server: Medi
 def test_media_that_a_taker_waits_for_are_not_dropped_for_another(
     server: MediaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media_ahead, "THREADS", 1)
-    monkeypatch.setattr(media_ahead, "KEPT", 1)
+    monkeypatch.setattr(data_vision, "THREADS", 1)
+    monkeypatch.setattr(data_vision, "KEPT", 1)
     server.files["late"] = PNG
     vision = replace(read_vision(Path("model")), hosts=(server.host,))
     items = [MediaItem("image", f"{server.url}/{name}", name) for name in ("late", "a.png", "b.png")]
@@ -170,7 +169,7 @@ def test_media_that_are_not_there_in_time_are_named_with_row_and_hosts(
     server.released.set()
     train = loaded(f'media_hosts=["{server.host}", "localhost:{server.server_port}"]').train
     server.released.clear()
-    monkeypatch.setattr(media_ahead, "DEADLINE_SECONDS", 0.1)
+    monkeypatch.setattr(data_vision, "DEADLINE_SECONDS", 0.1)
     with pytest.raises(PromptHostAway) as caught:
         train.prompt(0)
     server.released.set()

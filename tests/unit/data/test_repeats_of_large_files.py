@@ -14,8 +14,7 @@ from relaxd.config import RunConfig
 from relaxd.config.data import CurriculumConfig
 from relaxd.data import duplicates
 from relaxd.data.curriculum.prompt_record import PromptRecord
-from relaxd.data.curriculum.run_curriculum import Curriculum
-from relaxd.data.curriculum.visits import Visits
+from relaxd.data.curriculum.run_curriculum import Curriculum, Visits
 from relaxd.data.dataset import Cursor, Prompt, PromptDataset, load_data
 from relaxd.data.duplicates import Seen, key_of
 from relaxd.data.examples import Example

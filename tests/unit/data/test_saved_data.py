@@ -7,17 +7,17 @@ from pathlib import Path
 import datasets
 import pytest
 
-from relaxd.data.files import json_files
-from relaxd.data.files.opening import open_rows
+from relaxd.data import prompt_files
+from relaxd.data.prompt_files import open_rows
 from relaxd.models import DataError
 from tests.kit.processes import run_python
 
 PEAK_OF_OPENING = """
 import sys, tracemalloc
 from pathlib import Path
-from relaxd.data.files import json_files
-from relaxd.data.files.opening import open_rows
-json_files._CHUNK = 1 << 18
+from relaxd.data import prompt_files
+from relaxd.data.prompt_files import open_rows
+prompt_files._CHUNK = 1 << 18
 tracemalloc.start()
 rows = open_rows(Path(sys.argv[1]), "data.path")
 print(tracemalloc.get_traced_memory()[1])
@@ -92,7 +92,7 @@ def test_descriptions_of_a_hub_folder_are_no_rows(tmp_path):
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_an_array_is_read(tmp_path, monkeypatch, indent, chunk):
-    monkeypatch.setattr(json_files, "_CHUNK", chunk)
+    monkeypatch.setattr(prompt_files, "_CHUNK", chunk)
     rows = [{"prompt": 'ä "]}{[, \\ 😀\n', "answer": i, "x": [{"y": [i, 1.5, True, None, "é"]}]} for i in range(20)]
     path = tmp_path / "a.json"
     for ascii_only, before in ((True, ""), (False, "\ufeff \n")):
@@ -126,7 +126,7 @@ def test_what_is_wrong_with_an_array(tmp_path, text, message):
 
 
 def test_the_places_of_a_large_array_are_all_that_is_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "_CHUNK", 1 << 18)
+    monkeypatch.setattr(prompt_files, "_CHUNK", 1 << 18)
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"prompt": "a long prompt " * 70, "answer": i} for i in range(20_000)]))
     assert path.stat().st_size > 19 << 20
@@ -137,8 +137,8 @@ def test_the_places_of_a_large_array_are_all_that_is_in_memory(tmp_path, monkeyp
     broken = path.read_bytes()[:5000].replace(b'"prompt"', b"prompt", 3) + path.read_bytes()[5000:]
     path.write_bytes(broken)
     read = []
-    pread = json_files.os.pread
-    monkeypatch.setattr(json_files.os, "pread", lambda *given: read.append(given) or pread(*given))
+    pread = prompt_files.os.pread
+    monkeypatch.setattr(prompt_files.os, "pread", lambda *given: read.append(given) or pread(*given))
     with pytest.raises(DataError, match=r"entry 1, at byte 1, is not JSON"):
         open_rows(path, "data.path")
     assert len(read) == 1  # a mistake isn't taken for an object without an end

@@ -12,9 +12,8 @@ from relaxd.board import stages_for
 from relaxd.cli.main import app
 from relaxd.config import DataConfig
 from relaxd.config.load_toml import ConfigError, load_file
-from relaxd.data import media_ahead
-from relaxd.data.data_changes import NAMED_PROMPTS, MediaChanges
-from relaxd.data.dataset import Cursor, load_data
+from relaxd.data import vision as data_vision
+from relaxd.data.dataset import NAMED_PROMPTS, Cursor, MediaChanges, load_data
 from relaxd.data.examples import Example
 from relaxd.data.vision import VisionModel, normalise, read_vision
 from relaxd.engines import MODEL_KINDS
@@ -123,7 +122,7 @@ def test_images_are_normalised_ahead_and_again_after_a_repair(monkeypatch: pytes
         normalised.append(example.place)
         return normalise(example, vision)
 
-    monkeypatch.setattr(media_ahead, "normalise", counted)
+    monkeypatch.setattr(data_vision, "normalise", counted)
     train = load_data(load_file(Path("run.toml"), ["--data.shuffle=false"])).train
     train.look_ahead(Cursor(), 100)
     train.prompt(0)

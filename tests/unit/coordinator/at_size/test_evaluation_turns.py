@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from relaxd.config import RunConfig
-from relaxd.data.media_ahead import THREADS
+from relaxd.data.vision import THREADS
 from relaxd.evaluation.sets import sets_of
 from services.coordinator.runs.evaluation import TURN, _Evaluation, _Question
 

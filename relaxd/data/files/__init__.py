@@ -1,1 +1,0 @@
-"""Files of prompts as sequences of rows. Only the rows in use are in memory."""
