@@ -166,7 +166,7 @@ class _Service:
 async def serve_relaxd(arguments: argparse.Namespace) -> None:
     from relaxd.config import RolloutConfig
     from relaxd.engines import ENGINES
-    from relaxd.replica.replica_server import SyncIds
+    from relaxd.replica.replica_service import SyncIds
     from relaxd.rpc.server import start_server
     from relaxd.v1 import rollout_pb2, rollout_pb2_grpc
     from services.rollout.engines.request_types import Sampling, Version

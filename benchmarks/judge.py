@@ -26,7 +26,7 @@ from benchmarks.reporting import machine, report
 from relaxd.config import JudgeConfig, RewardConfig, RunConfig
 from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.replica.replica_server import SyncIds
+from relaxd.replica.replica_service import SyncIds
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rpc.client import channel
 from relaxd.rpc.server import Service, start_server

@@ -1,4 +1,4 @@
-"""A run's folder: the names of its files, and appending and reading its JSON lines while they grow."""
+"""A run's folder: the names of its files, appending and reading its JSON lines while they grow, and a fork's origin."""
 
 import contextlib
 import errno
@@ -8,7 +8,8 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,53 @@ def holder_of(folder: Path) -> str | None:
     except OSError:  # it has no such file, or its file system no locks
         return None
     return None
+
+
+FORK = "fork.json"
+"""Name of the file in a fork's folder that describes the original run."""
+REWARDS = "rewards.jsonl"
+"""New reward columns, one line per group, if the fork has another reward."""
+EFFECTIVE_SIZE = "policy_drift_ess"
+"""Metric of the distance between recorded answers and the policy: 1 for the policy's own answers."""
+COMPARED_METRICS = ("reward_mean", "loss", "grad_norm", "entropy", EFFECTIVE_SIZE, "clip_fraction", "lr")
+"""Metrics to compare with the original's."""
+
+OF_ORIGINAL = " of original"
+"""Suffix of the names of the original run's metrics."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The origin of a fork."""
+
+    run_id: str
+    """The original run."""
+    folder: str
+    """Folder of the original run."""
+    step: int
+    """Step of the original run after which the weights were taken."""
+    settings: tuple[str, ...] = ()
+    """The changed settings, each as NAME=VALUE."""
+
+
+def write_fork(folder: Path, fork: Fork) -> None:
+    """Write the origin of a fork into its folder. Raises OSError."""
+    replace_file(folder / FORK, json.dumps(asdict(fork), indent=2) + "\n")
+
+
+def read_fork(folder: Path) -> Fork | None:
+    """Return the origin of a run; None if it isn't a fork."""
+    try:
+        found = json.loads((folder / FORK).read_text(encoding="utf-8"))
+        return Fork(**found | {"settings": tuple(found["settings"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def with_original(folder: Path, lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield lines of a run's metrics; in a fork's lines add the original run's metrics, such as "loss of original"."""
+    fork = read_fork(folder)
+    originals = {} if fork is None else {line.get("step"): line for line in read_lines(Path(fork.folder) / METRICS)}
+    for line in lines:
+        original = originals.get(line.get("step"), {})
+        yield {**line, **{f"{name}{OF_ORIGINAL}": original[name] for name in COMPARED_METRICS if name in original}}

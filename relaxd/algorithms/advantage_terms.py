@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.config.algorithm_shared import PolicyGradientConfig
-from relaxd.finish_reasons import TRUNCATED
+from relaxd.reasons import TRUNCATED
 
 Values = NDArray[np.float64]
 LOG_SMALLEST = -460.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.drop_reasons import DropReason
+from relaxd.reasons import DropReason
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,11 +26,17 @@ from relaxd.algorithms.base import (
     check_group,
     check_inputs,
 )
-from relaxd.algorithms.distillation_terms import ComparedCandidates, distilled
-from relaxd.algorithms.loss_terms import MAX_LOG_RATIO, clipped_loss, correction_weights, kl_divergence
+from relaxd.algorithms.loss_terms import (
+    MAX_LOG_RATIO,
+    ComparedCandidates,
+    clipped_loss,
+    correction_weights,
+    distilled,
+    kl_divergence,
+)
 from relaxd.algorithms.results import shown
 from relaxd.config.algorithm_shared import ClippedConfig, NormalizedConfig, PolicyGradientConfig, RatioConfig
-from relaxd.drop_reasons import DropReason
+from relaxd.reasons import DropReason
 
 if TYPE_CHECKING:
     from torch import Tensor

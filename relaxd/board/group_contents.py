@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from relaxd.board.schema import CONTINUED, TEACHER_PROMPT_TOKENS
 from relaxd.board.types import JSON, Column
-from relaxd.finish_reasons import TRUNCATED
+from relaxd.reasons import TRUNCATED
 from relaxd.telemetry import trace_id
 
 RIGHT_FROM = 1.0

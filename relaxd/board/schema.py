@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relaxd.text_table import table_rows
+from relaxd.text import table_rows
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ versions (rollout, int64 [T]): Version of the weights that wrote each token; any
 weight_receipts (rollout, json [n], optional): Receipts for the weights that wrote each sample: [[[version, digest,
   engine]]]. engine: its replica's id; digest: of the memory from which it served this version, "" if it is unknown
   (docs/weights.md).
-finish (rollout, json [S]): Why each sequence ended (relaxd/finish_reasons.py); in a conversation, why it ended.
+finish (rollout, json [S]): Why each sequence ended (relaxd/reasons.py); in a conversation, why it ended.
 text (rollout, json [S]): Text of each sequence's last answer, without its end token; in a conversation, of its last
   message.
 spans_weight_update (rollout, uint8 [S]): 1 for sequences that went on, with the keys and values that they had, after

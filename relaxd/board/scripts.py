@@ -12,7 +12,6 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from relaxd.amounts import byte_amount
 from relaxd.board.types import (
     BoardError,
     Fenced,
@@ -24,6 +23,7 @@ from relaxd.board.types import (
 )
 from relaxd.redis_client import passing
 from relaxd.redis_client.operations import Command, RedisOperation, Send
+from relaxd.text import byte_amount
 
 logger = logging.getLogger(__name__)
 

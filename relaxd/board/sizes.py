@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from relaxd.amounts import byte_amount
 from relaxd.board.stages import stages_for
 from relaxd.config import RunConfig
+from relaxd.text import byte_amount
 
 NO_EVICTION = "noeviction"
 """The maxmemory-policy under which Redis evicts nothing."""

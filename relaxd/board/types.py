@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from relaxd.drop_reasons import DropReason as DropReason
+from relaxd.reasons import DropReason as DropReason
 
 JSON: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 """A value that JSON can express."""

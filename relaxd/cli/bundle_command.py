@@ -17,7 +17,6 @@ from urllib.parse import unquote, urlsplit
 import typer
 
 from relaxd.alerts.notifications import VARIABLE as ALERT_URLS
-from relaxd.amounts import byte_amount
 from relaxd.cli.options import FolderOption, RunNameArgument
 from relaxd.cli.output import show
 from relaxd.cli.run_checkpoints import CONTENTS, MODEL, Bundle, config_of, run_folder, steps_done
@@ -42,6 +41,7 @@ from relaxd.run_folder import (
     read_lines,
     step_files,
 )
+from relaxd.text import byte_amount
 from relaxd.trackers.tracker import REDACTED, SECRET, VARIABLE, redact
 
 VERSIONS = "versions.json"

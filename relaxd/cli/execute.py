@@ -36,13 +36,13 @@ from relaxd.config.load_toml import ConfigError, load_recorded
 from relaxd.config.write_toml import dump
 from relaxd.data.prompt_files import is_hub_path
 from relaxd.data.templating import with_template_texts
-from relaxd.drop_reasons import drop_warnings
 from relaxd.evaluation.scored_answers import shown_name
 from relaxd.local import compose, stack
 from relaxd.local.placement import machine_problems, placed_replicas
 from relaxd.local.stack import open_client, why_silent
 from relaxd.local.state_folder import StackState, StateFolder
 from relaxd.process.ports import LOOPBACK
+from relaxd.reasons import drop_warnings
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.report_files import write_report
 from relaxd.report.run_result import SetRow, read_result, results

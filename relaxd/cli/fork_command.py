@@ -26,8 +26,17 @@ from relaxd.config.load_toml import ConfigError, Problem, load, suggest
 from relaxd.config.settings_table import sections
 from relaxd.config.write_toml import dump, dump_changes, toml
 from relaxd.local.programs import FORK, run_program, stream_program
-from relaxd.run_folder import CONFIG, METRICS, RECORD, replace_file
-from relaxd.run_forks import EFFECTIVE_SIZE, REWARDS, Fork, with_original, write_fork
+from relaxd.run_folder import (
+    CONFIG,
+    EFFECTIVE_SIZE,
+    METRICS,
+    RECORD,
+    REWARDS,
+    Fork,
+    replace_file,
+    with_original,
+    write_fork,
+)
 
 CHANGEABLE = ("algorithm", "reward", "trainer.optimizer", "trainer.epochs", "roles.reference", "roles.teacher")
 """Settings, or sections of settings, that a fork may change."""

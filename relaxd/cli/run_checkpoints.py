@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from relaxd.amounts import byte_amount
 from relaxd.best_checkpoint import BestCheckpoint, find_best
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
 from relaxd.cli.output import plain_table, show
@@ -39,6 +38,7 @@ from relaxd.run_folder import (
     newest_lines,
     step_files,
 )
+from relaxd.text import byte_amount
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING
 
 CONTENTS = "bundle.json"

@@ -6,7 +6,7 @@ docs/coming-from.md is written from this table, and errors for unknown settings 
 
 from typing import NamedTuple
 
-from relaxd.text_table import table_rows
+from relaxd.text import table_rows
 
 FRAMEWORKS = ("TRL", "verl", "prime-rl", "Relax")
 _TABLE = """

@@ -17,8 +17,8 @@ from weakref import finalize
 import numpy as np
 
 from relaxd.data.rows import JoinedRows, Part, Rows, file_content, kind_of
-from relaxd.json_text import parse_json
 from relaxd.models import DataError
+from relaxd.text import parse_json
 
 _CHUNK = 16 << 20
 _SHORT = 32

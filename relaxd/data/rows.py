@@ -30,7 +30,7 @@ class Rows(Protocol):
         """Yield the stored bytes of a range of rows, whose step must be 1, for a digest that shows changed data.
 
         A table yields the whole file, whatever the range. A user's own source yields JSON, of at most
-        `own_source.DIGESTED` rows.
+        `run_sources.DIGESTED` rows.
         """
 
     def place(self, index: int) -> str:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from relaxd.json_text import parse_json
 from relaxd.models import DataError
+from relaxd.text import parse_json
 
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

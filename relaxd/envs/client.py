@@ -15,10 +15,10 @@ from relaxd.alerts.user_messages import Told, ignore
 from relaxd.data.examples import Message
 from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, check_tools, read_observation
 from relaxd.envs.host import REFUSED
-from relaxd.json_text import parse_json
 from relaxd.media.placeholders import MediaItem
 from relaxd.process.child import Child, ChildError, ChildExited
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, RpcError, explain, from_call
+from relaxd.text import parse_json
 from relaxd.v1 import environment_pb2 as pb
 from relaxd.v1.environment_pb2_grpc import EnvironmentStub
 

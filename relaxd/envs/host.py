@@ -27,7 +27,6 @@ from relaxd.envs.environment import BadEnvironmentError, Reply, Sample, ToolCall
 from relaxd.envs.loading import load_environment
 from relaxd.envs.own_function import MAX_STUCK, FunctionConversation, load_function
 from relaxd.importing import describe_error
-from relaxd.json_text import parse_json
 from relaxd.process.child_server import ChildServer
 from relaxd.process.upkeep import IdleThreads
 from relaxd.rpc.errors import (
@@ -40,6 +39,7 @@ from relaxd.rpc.errors import (
     RpcError,
 )
 from relaxd.sandbox.enclosure import lower_limit
+from relaxd.text import parse_json
 from relaxd.v1 import environment_pb2 as pb
 from relaxd.v1 import environment_pb2_grpc
 

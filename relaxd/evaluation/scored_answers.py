@@ -9,7 +9,7 @@ from typing import Any
 
 from relaxd.evaluation.estimates import interval, maj_at_k, pass_at_k
 from relaxd.evaluation.sets import ResolvedSet
-from relaxd.finish_reasons import ENV_FAILED, TRUNCATED
+from relaxd.reasons import ENV_FAILED, TRUNCATED
 from relaxd.rewards.logged import part_metrics
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class ScoredAnswer:
     length: int
     """Number of tokens."""
     finish_reason: str
-    """Finish reason, by relaxd.finish_reasons."""
+    """Finish reason, by relaxd.reasons."""
     vote: str = ""
     """The answer's vote in maj@k; "" for none."""
     parts: dict[str, float] = field(default_factory=dict)

@@ -8,9 +8,9 @@ from relaxd.config.agent import SERVICE
 from relaxd.data.dataset import PromptDataset
 from relaxd.envs.loading import check_name as check_environment_name
 from relaxd.evaluation.sets import sets_of
-from relaxd.json_text import parse_json
 from relaxd.rewards import UnknownRewardError, check_name
 from relaxd.run_folder import HELD_OUT
+from relaxd.text import parse_json
 
 
 def set_problems(

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 from relaxd.config import RunConfig
-from relaxd.json_text import parse_json
 from relaxd.models import DataError
 from relaxd.models.shape import expert_dtype
+from relaxd.text import parse_json
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Possible names of the field with the number of experts per layer in a config.json; one of them is set."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relaxd.json_text import parse_json
+from relaxd.text import parse_json
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 PLACES = 16

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from relaxd.json_text import parse_json
 from relaxd.models import DataError
 from relaxd.models.model_contradictions import config_contradiction
+from relaxd.text import parse_json
 
 Config = Mapping[str, Any]
 """A config.json."""

@@ -5,10 +5,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from relaxd.config import RunConfig
-from relaxd.json_text import parse_json
 from relaxd.models import DataError
 from relaxd.models.folders import frozen_models, resolve_model
 from relaxd.models.shape import decoder_config
+from relaxd.text import parse_json
 
 SHOWN = 3
 """Maximum number of differences that an error names."""

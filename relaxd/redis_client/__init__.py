@@ -2,8 +2,7 @@
 
 from relaxd.redis_client.asyncio_client import acknowledged_async, connect_async, keys_of_async, read_async
 from relaxd.redis_client.blocking_client import acknowledged, connect, keys_of, misnamed, passing, read
-from relaxd.redis_client.lookups import COORDINATOR, key_prefix
-from relaxd.redis_client.redis_url import RedisAddress, parse, where, with_access_of
+from relaxd.redis_client.lookups import COORDINATOR, RedisAddress, key_prefix, parse, where, with_access_of
 
 __all__ = [
     "COORDINATOR",

@@ -16,8 +16,16 @@ from relaxd.redis_client.blocking_client import (
     marks,
     without_errors,
 )
-from relaxd.redis_client.lookups import ELSEWHERE, Lookup, OwnerLookup, check_primary, demoted, key_prefix, mark_key
-from relaxd.redis_client.redis_url import parse
+from relaxd.redis_client.lookups import (
+    ELSEWHERE,
+    Lookup,
+    OwnerLookup,
+    check_primary,
+    demoted,
+    key_prefix,
+    mark_key,
+    parse,
+)
 
 MOST_CONNECTIONS = 1024
 """Maximum connections of one client. Callers limit their concurrency themselves."""

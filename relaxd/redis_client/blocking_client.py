@@ -21,9 +21,10 @@ from relaxd.redis_client.lookups import (
     PrimaryConnection,
     PrimaryLookup,
     PrimaryTlsConnection,
+    RedisAddress,
     mark_key,
+    parse,
 )
-from relaxd.redis_client.redis_url import RedisAddress, parse
 
 MARK_SECONDS = 30 * 24 * 3600
 MARK = f"""#!lua flags=allow-oom
@@ -93,7 +94,7 @@ def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Red
     node.
 
     Args:
-        url: see relaxd.redis_client.redis_url.
+        url: see relaxd.redis_client.lookups.
         tag: tag of the keys that it may use (relaxd.redis_client.lookups). In a cluster it finds no others.
         seconds: deadline of each connect and each read.
         settings: further settings of redis.Redis.

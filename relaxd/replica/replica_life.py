@@ -34,8 +34,7 @@ from relaxd.replica import RESTART
 from relaxd.replica.assignment import AssignmentFollower
 from relaxd.replica.gpus import gpu_gauges
 from relaxd.replica.membership import Membership, Refused
-from relaxd.replica.replica_server import ReplicaServicer
-from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ReplicaServicer, ServiceStatus
 from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.service_settings import ServiceSettings

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from relaxd.evaluation.scored_answers import is_end
 from relaxd.report.step_times import GROUP, PER_REPLICA, SHARES, TRAINER, Breakdown, part_seconds, replica_values
-from relaxd.run_forks import COMPARED, OF_ORIGINAL
+from relaxd.run_folder import COMPARED_METRICS, OF_ORIGINAL
 from relaxd.telemetry.metrics import METRICS
 
 COLOURS = (
@@ -185,7 +185,7 @@ def _set_charts(names: set[str]) -> list[Chart]:
 
 def _fork_charts(names: set[str]) -> list[Chart]:
     """Return the charts that compare a fork's metrics with the original run's."""
-    pairs = [(name, f"{name}{OF_ORIGINAL}") for name in COMPARED]
+    pairs = [(name, f"{name}{OF_ORIGINAL}") for name in COMPARED_METRICS]
     return [Chart(name, (name, original)) for name, original in pairs if original in names]
 
 

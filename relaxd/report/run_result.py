@@ -25,8 +25,8 @@ from relaxd.run_folder import (
     answers_file,
     answers_folder,
     newest_samples,
+    with_original,
 )
-from relaxd.run_forks import with_original
 from relaxd.v1 import coordinator_pb2 as pb
 
 COUNTS = ("prompts", "unscored", "environment_failed", "turns_mean", "response_length", "truncated_share", "step")

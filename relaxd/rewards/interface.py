@@ -39,7 +39,7 @@ class RewardInput:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the prompt's line in the data."""
     finish_reason: str = ""
-    """Reason why the answer ended: "stop", "length", "abort" or another of relaxd/finish_reasons.py; "" if unknown."""
+    """Reason why the answer ended: "stop", "length", "abort" or another of relaxd/reasons.py; "" if unknown."""
     prompt_messages: Sequence[Message] = ()
     """Messages of the prompt; empty if it is one user message with the text `prompt`."""
     response_messages: Sequence[Message] = ()

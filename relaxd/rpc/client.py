@@ -13,13 +13,13 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
+from relaxd.rpc.access import may_repeat, methods
 from relaxd.rpc.credentials import read_token
 from relaxd.rpc.leader_term import TERM_METADATA
-from relaxd.rpc.methods import may_repeat, methods
 from relaxd.rpc.stack_identity import STACK_METADATA, read_stack_identity
 from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject
-from relaxd.telemetry.call_spans import RpcMethod, end_client_span, open_client_span
+from relaxd.telemetry.spans import RpcMethod, end_client_span, open_client_span
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Maximum size of a message. The largest are requests with all media of a conversation."""

@@ -18,7 +18,7 @@ from relaxd.rpc.access import AccessTokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
 from relaxd.rpc.leader_term import TERM_METADATA, Fence, check_term
 from relaxd.rpc.stack_identity import STACK_METADATA, check_stack
-from relaxd.telemetry.call_spans import RpcMethod, ServedCall
+from relaxd.telemetry.spans import RpcMethod, ServedCall
 
 DEFAULT_DEADLINE_SECONDS = 120.0
 """Default deadline of unary calls, in seconds, for callers such as grpcurl."""

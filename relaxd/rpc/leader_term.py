@@ -13,8 +13,8 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from relaxd.redis_client import COORDINATOR, connect, key_prefix
+from relaxd.rpc.access import needs_term
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
-from relaxd.rpc.methods import needs_term
 
 TERM_METADATA = "relaxd-term"
 TERM_KEY = key_prefix(COORDINATOR) + "term"

@@ -10,12 +10,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 
+from relaxd.rpc.access import enable_reflection
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.rpc.credentials import ServerSecurity
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS, CallInterceptor
 from relaxd.rpc.leader_term import Fence
-from relaxd.rpc.methods import enable_reflection
 from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.rpc.tls import server_credentials
 

@@ -17,7 +17,7 @@ from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from relaxd.telemetry.instruments import enabled, meter
-from relaxd.text_table import table_rows
+from relaxd.text import table_rows
 
 Kind = Literal["step", "gauge", "counter", "histogram"]
 
@@ -110,7 +110,7 @@ outcome/<outcome>/share [1]: Share of the step's samples that are `right` or `wr
 outcome/<outcome>/response_length_mean [{token}]: Mean number of response tokens of right and of wrong samples. This and
   the next one are absent without such samples.
 outcome/<outcome>/truncated_share [1]: Share of right and of wrong samples cut off.
-finish/<reason>/share [1]: Share of the samples that ended so, such as `stop` or `length` (relaxd/finish_reasons.py).
+finish/<reason>/share [1]: Share of the samples that ended so, such as `stop` or `length` (relaxd/reasons.py).
   These only for reasons that the step has.
 finish/<reason>/reward_mean [1]: Mean reward of these samples.
 finish/<reason>/response_length_mean [{token}]: Mean number of their response tokens.

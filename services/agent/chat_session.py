@@ -115,9 +115,9 @@ class ChatSession:
         self.key = secrets.token_urlsafe(32)
         """Key that the session's requests must have."""
         self.limit = ""
-        """Limit of the run by which the last request was refused, by relaxd.finish_reasons; "" if it wasn't."""
+        """Limit of the run by which the last request was refused, by relaxd.reasons; "" if it wasn't."""
         self.cut_by = ""
-        """Limit that cut off the last message, by relaxd.finish_reasons; "" if none did."""
+        """Limit that cut off the last message, by relaxd.reasons; "" if none did."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future whose exception is the reason why the conversation can't continue; pending until then."""
         self.media = SessionMedia(model.tokenizer.vision, start.media)

@@ -99,7 +99,7 @@ class Conversation:
     text: str = ""
     """Text of the model's last message."""
     finish: str = ""
-    """Reason of the end, by relaxd.finish_reasons."""
+    """Reason of the end, by relaxd.reasons."""
     failure: str = ""
     """Reason why the environment failed; empty if it didn't."""
     turns: int = 0

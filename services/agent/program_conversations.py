@@ -22,13 +22,13 @@ from relaxd.config import AgentConfig
 from relaxd.data.examples import Message
 from relaxd.envs.client import EnvironmentFailed, ModelAccess, inherited_variables
 from relaxd.envs.environment import MAX_BYTES, BadEnvironmentError, Reply, finite_number
-from relaxd.json_text import parse_json
 from relaxd.media.placeholders import AUDIO, IMAGE, VIDEO
 from relaxd.process.child import KILL_SECONDS
 from relaxd.rpc.errors import InvalidArgument
 from relaxd.sandbox import privileges
 from relaxd.sandbox.processes import describe_exit
 from relaxd.telemetry.logs import escape
+from relaxd.text import parse_json
 from services.agent.chat_session import ChatSession
 from services.agent.conversation import MAX_INFO, Conversation, Conversations, ConversationStart
 from services.agent.endpoint import Endpoint

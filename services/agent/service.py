@@ -17,18 +17,18 @@ from relaxd.data.examples import Example
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.envs.replies import reply_format
 from relaxd.evaluation.sets import sets_of
-from relaxd.finish_reasons import ENV_FAILED
-from relaxd.json_text import parse_json
 from relaxd.media.messages import to_proto
 from relaxd.media.prompt_media import NO_MEDIA, PromptMedia
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
+from relaxd.reasons import ENV_FAILED
 from relaxd.replica.replica_service import ReplicaContext, ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.roles import AGENT, ROLES
 from relaxd.rpc.errors import Unavailable, Violations
 from relaxd.rpc.message_parts import numbers
 from relaxd.seeds import seed_of
+from relaxd.text import parse_json
 from relaxd.v1 import agent_pb2, agent_pb2_grpc
 from relaxd.v1.agent_pb2 import ConverseResponse
 from relaxd.v1.coordinator_pb2 import Assignment

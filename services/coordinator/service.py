@@ -9,7 +9,7 @@ from typing import Any
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.board import AsyncBoard, BoardError
 from relaxd.process.upkeep import stop_signals
-from relaxd.replica.replica_server import ReplicaServicer
+from relaxd.replica.replica_service import ReplicaServicer
 from relaxd.roles import COORDINATOR, REPLICA_ROLES
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.server import RunningServer, Service, start_service

@@ -13,8 +13,7 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.models import DataError
 from relaxd.models.folders import resolve_model
 from relaxd.replica.replica_life import run_replica
-from relaxd.replica.replica_server import SyncIds
-from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus, open_context
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus, SyncIds, open_context
 from relaxd.roles import JUDGE
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable, Violations
 from relaxd.rpc.server import Service

@@ -3,8 +3,7 @@
 import asyncio
 
 from relaxd.replica.replica_life import run_replica
-from relaxd.replica.replica_server import SyncIds
-from relaxd.replica.replica_service import open_context
+from relaxd.replica.replica_service import SyncIds, open_context
 from relaxd.rpc.server import Service
 from relaxd.rpc.service_settings import parse_settings
 from relaxd.v1 import trainer_pb2_grpc

@@ -14,7 +14,7 @@ from relaxd import __version__
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
-from relaxd.process.interfaces import check_reaches, interface_towards
+from relaxd.process.ports import check_reaches, interface_towards
 from relaxd.replica.replica_life import run_replica
 from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus, open_context
 from relaxd.roles import RANKS, TRAINER

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from relaxd.amounts import byte_amount
 from relaxd.board import message_problem, size_problems, stages_for
 from relaxd.cli.options import DEFAULT_STATE, PASS_ON, WordsArgument, load_words, new_console
 from relaxd.cli.output import show
@@ -25,7 +24,6 @@ from relaxd.data.dataset import load_data
 from relaxd.data.templating import JUDGE_OVERRIDE, chat_template_text, load_chat_template
 from relaxd.engines import ENGINES, MODEL_KINDS, EngineCapabilities, list_engines
 from relaxd.evaluation.set_checks import context_problems, environment_problems, set_problems
-from relaxd.json_text import parse_json
 from relaxd.local.placement import machine_problems
 from relaxd.local.programs import ALGORITHM_TRIAL, run_program
 from relaxd.models import DataError
@@ -37,6 +35,7 @@ from relaxd.models.vocabulary import check_vocabularies
 from relaxd.replica.gpus import visible_gpus
 from relaxd.roles import TEACHER
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
+from relaxd.text import byte_amount, parse_json
 from relaxd.tools.doctor.checks import examine
 from relaxd.tools.fitting.fit import budget_problem, written
 

@@ -24,12 +24,12 @@ from relaxd.envs.environment import BadEnvironmentError, Reply, Sample
 from relaxd.envs.observation_media import with_media
 from relaxd.envs.replies import REPLY_FORMATS, parse_reply
 from relaxd.evaluation.set_checks import environment_problems
-from relaxd.json_text import parse_json
 from relaxd.media.placeholders import shown_text
 from relaxd.media.prompt_media import StoredMedia
 from relaxd.models.folders import resolve_model
 from relaxd.process.child import ChildError
 from relaxd.rpc.client import channel
+from relaxd.text import parse_json
 
 HERMES = next(one for one in REPLY_FORMATS if one.name == "hermes")
 DEFAULT_REPLIES = ("I don't know.",)

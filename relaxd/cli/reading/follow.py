@@ -17,7 +17,7 @@ from relaxd.cli.reading.live_view import Picture, RunView, evaluation_line, even
 from relaxd.client import CliError, RunFailedError
 from relaxd.client.coordinator_client import AWAY_SECONDS, state_name
 from relaxd.client.folder_runs import RunReader
-from relaxd.drop_reasons import DropWatch
+from relaxd.reasons import DropWatch
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
 from relaxd.waiting import duration

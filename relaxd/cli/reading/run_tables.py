@@ -36,8 +36,15 @@ from relaxd.local.state_folder import StateFolder
 from relaxd.report.report_files import write_report
 from relaxd.report.run_result import RunResult, SetRow, place_of, read_result, sample_values, table_of
 from relaxd.report.step_times import tables
-from relaxd.run_folder import METRICS, RECORD, all_samples_file, newest_lines
-from relaxd.run_forks import COMPARED, OF_ORIGINAL, with_original
+from relaxd.run_folder import (
+    COMPARED_METRICS,
+    METRICS,
+    OF_ORIGINAL,
+    RECORD,
+    all_samples_file,
+    newest_lines,
+    with_original,
+)
 from relaxd.telemetry.logs import escape
 from relaxd.v1 import coordinator_pb2 as pb
 
@@ -229,7 +236,7 @@ def _results(folder: Path) -> tuple[str, str]:
 
 def shown_metrics(known: Sequence[str]) -> list[str]:
     """Return the default columns: SHOWN_METRICS, or for a fork the metrics compared with the original run."""
-    compared = [name for one in COMPARED for name in (one, f"{one}{OF_ORIGINAL}")]
+    compared = [name for one in COMPARED_METRICS for name in (one, f"{one}{OF_ORIGINAL}")]
     is_fork = any(name.endswith(OF_ORIGINAL) for name in known)
     return [name for name in (compared if is_fork else SHOWN_METRICS) if name in known]
 

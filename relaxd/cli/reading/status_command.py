@@ -20,9 +20,9 @@ from relaxd.cli.scale import ENDED, request_line, scaled_table
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import ENDED as RUN_ENDED
 from relaxd.client.coordinator_client import CoordinatorClient, state_name
-from relaxd.drop_reasons import drop_warnings
 from relaxd.local.compose import Container
 from relaxd.local.state_folder import StackState
+from relaxd.reasons import drop_warnings
 from relaxd.rpc.message_parts import words
 from relaxd.rpc.stack_identity import STACK_VARIABLE
 from relaxd.run_folder import holder_of

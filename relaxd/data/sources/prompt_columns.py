@@ -12,9 +12,9 @@ from typing import Any
 from relaxd.data.examples import Example, Message
 from relaxd.data.rows import OnDemand, Rows, kind_of, plain, stranger
 from relaxd.importing import describe_error
-from relaxd.json_text import parse_json
 from relaxd.media.placeholders import IMAGE, MediaColumn, MediaReader
 from relaxd.media.sources import without_bytes
+from relaxd.text import parse_json
 
 ALL = "*"
 """Value of `Columns.metadata` that means all columns except prompt and answer."""
@@ -146,7 +146,7 @@ class Examples(OnDemand[Example]):
     def content(self) -> Iterator[bytes]:
         """Yield the stored bytes of the rows, for a digest that shows changed data.
 
-        A user's own source yields its rows as JSON, and at most `own_source.DIGESTED` of them.
+        A user's own source yields its rows as JSON, and at most `run_sources.DIGESTED` of them.
         """
         return self._rows.content(range(len(self._rows)))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from relaxd.amounts import byte_amount
 from relaxd.replica.gpus import load_nvml, nvml_problem, visible_gpus
+from relaxd.text import byte_amount
 from relaxd.tools.doctor import Finding, Scope
 
 TAKEN_BYTES = 1 << 30

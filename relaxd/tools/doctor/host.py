@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 
 from relaxd import __version__
-from relaxd.amounts import byte_amount
 from relaxd.local.embedded_redis import machine_memory
 from relaxd.local.programs import python_path
 from relaxd.models import DataError
@@ -25,6 +24,7 @@ from relaxd.replica.gpus import visible_gpus
 from relaxd.sandbox import landlock
 from relaxd.sandbox.enclosure import Measure
 from relaxd.sandbox.limits import ConfinementError, Limits, check
+from relaxd.text import byte_amount
 from relaxd.tools.doctor import Finding, Scope
 from relaxd.tools.fitting.fit import written
 from relaxd.waiting import duration

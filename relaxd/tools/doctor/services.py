@@ -14,7 +14,6 @@ from typing import Any
 import redis
 
 from relaxd import PROTOCOL_VERSION, __version__
-from relaxd.amounts import byte_amount
 from relaxd.board.sizes import NO_EVICTION
 from relaxd.client import CliError
 from relaxd.client.coordinator_client import CoordinatorClient
@@ -24,6 +23,7 @@ from relaxd.local.port_holder import find_holder
 from relaxd.process.ports import is_free
 from relaxd.redis_client import COORDINATOR, connect, where
 from relaxd.replica.gpus import visible_gpus
+from relaxd.text import byte_amount
 from relaxd.tools.doctor import Finding, Scope
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
 

@@ -8,8 +8,8 @@ total is idle cost + cost of a step / seconds of a step.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from relaxd.amounts import byte_amount
 from relaxd.roles import TRAINER
+from relaxd.text import byte_amount
 from relaxd.tools.rehearsal import capacity
 from relaxd.tools.rehearsal.assumptions import Scale
 from relaxd.tools.rehearsal.capacity import BUSY_MACHINE, CallTimes, HostLoad

@@ -8,9 +8,9 @@ from typing import Any
 
 from relaxd.data.examples import Message
 from relaxd.envs.environment import BadEnvironmentError, check_tools
-from relaxd.json_text import parse_json
 from relaxd.media.placeholders import Content
 from relaxd.media.sources import MediaError
+from relaxd.text import parse_json
 from services.agent.chat_requests import (
     BadRequest,
     ChatAnswer,

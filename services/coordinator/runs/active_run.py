@@ -14,8 +14,8 @@ from relaxd.board import Counts, DropReason
 from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import RunData
 from relaxd.data.vision import PromptHostAway
-from relaxd.drop_reasons import DropWatch
 from relaxd.models import DataError
+from relaxd.reasons import DropWatch
 from relaxd.roles import TRAINER
 from relaxd.run_folder import METRICS, read_lines
 from relaxd.v1 import coordinator_pb2 as pb

@@ -13,8 +13,8 @@ from typing import Any
 from relaxd.alerts.rules import RuleWatch, parse_rule
 from relaxd.board import Counts, DroppedGroup, DropReason
 from relaxd.config import RunConfig
-from relaxd.drop_reasons import most_frequent
 from relaxd.logprob_gap import GapWatch
+from relaxd.reasons import most_frequent
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import duration
 from services.coordinator.fleet.run_fleet import RunContext

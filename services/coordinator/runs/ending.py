@@ -14,7 +14,7 @@ import grpc
 
 from relaxd.best_checkpoint import parse_metric
 from relaxd.config.run import StopEarlyConfig
-from relaxd.drop_reasons import DropReason
+from relaxd.reasons import DropReason
 from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest, TrainerSaveCheckpointRequest

@@ -13,8 +13,7 @@ from opentelemetry import trace
 from relaxd.config import CPU_TRANSPORTS
 from relaxd.media.prompt_media import PromptMedia
 from relaxd.replica.replica_life import run_replica
-from relaxd.replica.replica_server import SyncIds
-from relaxd.replica.replica_service import ReplicaContext
+from relaxd.replica.replica_service import ReplicaContext, SyncIds
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable, Violations
 from relaxd.rpc.message_parts import words
 from relaxd.rpc.server import Service

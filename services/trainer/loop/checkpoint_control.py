@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from relaxd import __version__, telemetry
-from relaxd.amounts import byte_amount
 from relaxd.best_checkpoint import protected_steps
 from relaxd.board import BoardUnavailable, LedgerEntry
 from relaxd.config import RunConfig
 from relaxd.config.trainer import CheckpointConfig
 from relaxd.run_folder import checkpoint_path, checkpoint_steps, critic_folder, step_files
+from relaxd.text import byte_amount
 from services.trainer.loop import checkpoint_folders as folders
 from services.trainer.loop.checkpoint_folders import BoardState, CheckpointBroken, CheckpointState, Ledger
 from services.trainer.loop.commanded_rank import (

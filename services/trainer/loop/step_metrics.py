@@ -33,9 +33,9 @@ from relaxd.board import (
 from relaxd.board.group_contents import RIGHT_FROM
 from relaxd.board.types import MICROSECONDS
 from relaxd.config import TrainerConfig
-from relaxd.finish_reasons import TRUNCATED
 from relaxd.models.flops import peak_flops, training_flops
 from relaxd.models.shape import ModelShape
+from relaxd.reasons import TRUNCATED
 from relaxd.rewards.logged import part_metrics
 from services.trainer.batch.groups import TrainGroup, bounds_of
 from services.trainer.batch.step_plan import StepPlan, bubble_share

@@ -28,8 +28,7 @@ from relaxd.weights.buckets import (
     pieces,
     plan_buckets,
 )
-from relaxd.weights.stock_group import StockWeightGroup
-from relaxd.weights.weight_group import Rendezvous, Transfer, WeightGroup, WeightGroupError
+from relaxd.weights.weight_group import Rendezvous, StockWeightGroup, Transfer, WeightGroup, WeightGroupError
 from services.trainer.learner.learner import Learner
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from relaxd.amounts import byte_amount
+from relaxd.text import byte_amount
 from relaxd.waiting import Backoff
 
 PROGRESS_SECONDS = 1.0

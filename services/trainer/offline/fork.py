@@ -1,8 +1,8 @@
 """Train a run's recorded steps again under other settings, without generating; `relaxd fork` starts this program.
 
 It loads the weights of the run after a step, and trains the steps after it from their files. The fork's folder has the
-settings (config.json) and, if the reward is another one, the new rewards (`relaxd.run_forks.REWARDS`). Like a replay it
-has the run's parallel layout and starts its ranks itself.
+settings (config.json) and, if the reward is another one, the new rewards (`relaxd.run_folder.REWARDS`). Like a replay
+it has the run's parallel layout and starts its ranks itself.
 """
 
 import argparse
@@ -23,8 +23,7 @@ from relaxd.algorithms.advantage_terms import Whitening
 from relaxd.board import ADVANTAGES, LOSS_MASK, stages_for
 from relaxd.config import RunConfig
 from relaxd.process.ports import NoFreePort
-from relaxd.run_folder import METRICS, append_lines, checkpoint_steps, read_lines
-from relaxd.run_forks import REWARDS
+from relaxd.run_folder import METRICS, REWARDS, append_lines, checkpoint_steps, read_lines
 from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
 from services.trainer.batch.micro_batch_division import mini_batch
 from services.trainer.batch.step_plan import StepFile, StepFileError, StepPlan, read_step_file

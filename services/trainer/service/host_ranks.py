@@ -23,8 +23,7 @@ from relaxd.board import Board, BoardError, Fenced, stages_for
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError
 from relaxd.process.child_channel import EOF
-from relaxd.process.interfaces import check_reaches, interface_towards
-from relaxd.process.ports import NoFreePort, ReservedPort, reserve_port
+from relaxd.process.ports import NoFreePort, ReservedPort, check_reaches, interface_towards, reserve_port
 from relaxd.replica.peer_replicas import Peer, PeerReplicas
 from relaxd.replica.replica_service import ReplicaContext
 from relaxd.roles import RANKS

@@ -12,8 +12,7 @@ from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.engines import ENGINES
 from relaxd.replica.replica_life import advertised_address
-from relaxd.replica.replica_server import SyncIds
-from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus
+from relaxd.replica.replica_service import ReplicaContext, ReplicaService, ServiceStatus, SyncIds
 from relaxd.roles import TRAINER
 from relaxd.rpc.credentials import is_loopback
 from relaxd.rpc.errors import (

@@ -22,9 +22,9 @@ from relaxd.data.dataset import PromptDataset, RunData, load_data
 from relaxd.data.examples import Example
 from relaxd.data.rows import OnDemand
 from relaxd.data.vision import PromptHostAway
-from relaxd.drop_reasons import DropReason
 from relaxd.media import fetching
 from relaxd.media.sources import data_uri
+from relaxd.reasons import DropReason
 from relaxd.report.traces import read_group_trace
 from relaxd.telemetry import spans
 from relaxd.telemetry.exporters import TraceFiles

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from relaxd.config import RehearsalConfig, RolloutConfig
-from relaxd.replica.replica_server import SyncIds
+from relaxd.replica.replica_service import SyncIds
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import field_violations, retry_seconds
 from relaxd.rpc.server import start_server

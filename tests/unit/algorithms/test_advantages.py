@@ -11,12 +11,11 @@ import torch
 from relaxd.algorithms import ALGORITHMS, Advantages, Filtered, create
 from relaxd.algorithms.advantage_terms import Whitening, generalized_advantages, token_rewards
 from relaxd.algorithms.base import ValuedGroup, WithCritic
-from relaxd.algorithms.distillation_terms import distilled
-from relaxd.algorithms.loss_terms import clipped_value_loss
+from relaxd.algorithms.loss_terms import clipped_value_loss, distilled
 from relaxd.board import roles_for, stages_for
 from relaxd.config.algorithm import ALGORITHM
 from relaxd.config.load_toml import ConfigError, load
-from relaxd.drop_reasons import DropReason
+from relaxd.reasons import DropReason
 from relaxd.roles import ADVANTAGE
 from tests.kit.cases import each
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from relaxd.amounts import byte_amount
 from relaxd.board import RedisMemory, message_problem, size_problems, worst_bytes
 from relaxd.board.sizes import media_bytes, sample_tokens
 from relaxd.config import AgentConfig, RunConfig
+from relaxd.text import byte_amount
 
 GB = 1 << 30
 

@@ -12,7 +12,7 @@ from relaxd.cli.reading.run_tables import shown_metrics
 from relaxd.client import CliError
 from relaxd.config.load_toml import ConfigError, load
 from relaxd.report.charts import chart_data
-from relaxd.run_forks import Fork, with_original, write_fork
+from relaxd.run_folder import Fork, with_original, write_fork
 from tests.kit.cases import each
 from tests.kit.run_folders import write_run
 

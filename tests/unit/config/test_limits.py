@@ -10,8 +10,8 @@ import pytest
 from relaxd.config.load_toml import MAX_SETTINGS, ConfigError, load, load_file
 from relaxd.data.prompt_files import JsonLines
 from relaxd.data.templating import load_chat_template
-from relaxd.json_text import parse_json
 from relaxd.models import DataError
+from relaxd.text import parse_json
 from tests.kit.cases import each
 
 SECONDS = 10.0

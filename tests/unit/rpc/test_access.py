@@ -10,10 +10,23 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 
 import relaxd.v1
 from relaxd.roles import COORDINATOR, REPLICA_ROLES
-from relaxd.rpc.access import ADMIN, KNOWN_TOKENS, READ, REPLICA, TOKEN_ROLES, AccessTokens, callers_of, speak_for
+from relaxd.rpc.access import (
+    ADMIN,
+    KNOWN_TOKENS,
+    READ,
+    REPLICA,
+    TOKEN_ROLES,
+    AccessTokens,
+    callers,
+    callers_of,
+    may_repeat,
+    methods,
+    needs_term,
+    path,
+    speak_for,
+)
 from relaxd.rpc.credentials import ServerSecurity, is_loopback
 from relaxd.rpc.errors import PermissionDenied, ServerError, Unauthenticated
-from relaxd.rpc.methods import callers, may_repeat, methods, needs_term, path
 from relaxd.rpc.tls import TlsFiles
 from tests.kit.cases import each
 
@@ -38,7 +51,7 @@ def every_call() -> set[tuple[str, str]]:
 
 def test_every_method_says_who_may_call_it():
     found = {(method.containing_service.full_name, method.name): method for method in methods()}
-    assert set(found) == every_call(), "relaxd/rpc/methods.py: a file of protos/relaxd/v1 is missing"
+    assert set(found) == every_call(), "relaxd/rpc/access.py: a file of protos/relaxd/v1 is missing"
     silent = [place for place, method in found.items() if not callers(method)]
     assert not silent, "these methods need `option (callers)` in their protos"
     unknown = {name for method in found.values() for name in callers(method)} - {*TOKEN_ROLES, REPLICA, "parent"}

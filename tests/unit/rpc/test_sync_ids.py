@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from relaxd.replica.replica_server import MAX_SYNC_ID, SyncIds
+from relaxd.replica.replica_service import MAX_SYNC_ID, SyncIds
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from relaxd.rpc.leader_term import NewestTerm
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from relaxd import finish_reasons
 from relaxd.board import DropReason
+from relaxd.reasons import FINISH_MEANINGS, TRUNCATED
 from relaxd.rpc.message_parts import words
 from relaxd.v1 import coordinator_pb2, group_pb2, health_pb2, sample_pb2, scaling_pb2
 from services.coordinator.state import records
@@ -55,8 +55,8 @@ def test_enums_of_records_are_those_of_the_protos(ours: type[StrEnum], theirs: A
 
 
 def test_finish_reasons_are_those_of_the_proto():
-    assert set(words(sample_pb2.FinishReason).values()) == {*finish_reasons.MEANINGS, ""}
-    assert finish_reasons.MEANINGS.keys() >= finish_reasons.TRUNCATED
+    assert set(words(sample_pb2.FinishReason).values()) == {*FINISH_MEANINGS, ""}
+    assert FINISH_MEANINGS.keys() >= TRUNCATED
 
 
 def test_the_scripts_of_the_board_drop_for_known_reasons():

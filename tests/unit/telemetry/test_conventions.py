@@ -11,11 +11,10 @@ from opentelemetry.semconv._incubating.metrics import rpc_metrics
 from opentelemetry.semconv.attributes import code_attributes, error_attributes, exception_attributes, server_attributes
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode, TraceFlags
 
-from relaxd.telemetry.call_spans import RpcMethod
 from relaxd.telemetry.exporters import attributes_of
 from relaxd.telemetry.lightweight_spans import QuickSpan
 from relaxd.telemetry.metrics import METRICS
-from relaxd.telemetry.spans import operation_attributes
+from relaxd.telemetry.spans import RpcMethod, operation_attributes
 from tests.kit.boards import make_board
 
 KNOWN = {

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from relaxd.process.child import ChildError
-from relaxd.process.interfaces import address_towards, check_reaches, interface_towards
+from relaxd.process.ports import address_towards, check_reaches, interface_towards
 from services.trainer.service.host_ranks import HostRanks
 from services.trainer.service.rank_processes import MeetingPlace, RankPool
 from tests.integration.trainer.service_kit import make_config

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from relaxd.config import RolloutConfig
 from relaxd.v1 import rollout_pb2, weights_pb2
 from relaxd.weights.buckets import TensorSpec, pack, plan_buckets, to_proto
-from relaxd.weights.stock_group import StockWeightGroup
-from relaxd.weights.weight_group import Rendezvous, Transport, host_store
+from relaxd.weights.weight_group import Rendezvous, StockWeightGroup, Transport, host_store
 from services.rollout.engines.request_types import Output, Sampling, Version
 from services.rollout.engines.sglang_external.external_engine import ExternalEngine
 from tests.kit.engines import receive_request

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from relaxd.config import RunConfig
-from relaxd.run_folder import read_lines
-from relaxd.run_forks import REWARDS
+from relaxd.run_folder import REWARDS, read_lines
 from services.trainer.batch.step_plan import step_file_path
 from services.trainer.offline.fork import check, fork
 from services.trainer.offline.program_parts import OfflineError

@@ -1,6 +1,6 @@
 """Warnings about dropped groups: every reason has a meaning, and none is told again and again."""
 
-from relaxd.drop_reasons import MEANINGS, DropReason, DropWatch, drop_warnings, most_frequent
+from relaxd.reasons import DROP_MEANINGS, DropReason, DropWatch, drop_warnings, most_frequent
 
 
 def test_shares_of_drops_are_warnings_with_their_meaning() -> None:
@@ -23,12 +23,12 @@ def test_answers_that_were_all_cut_have_a_reason_of_their_own_that_names_the_set
 
 def test_a_pause_names_the_most_frequent_reason() -> None:
     named = most_frequent(["all_truncated", "stale", "all_truncated", "run_ended", "run_ended", "run_ended"])
-    assert named == f"all_truncated: {MEANINGS['all_truncated']}"
+    assert named == f"all_truncated: {DROP_MEANINGS['all_truncated']}"
     assert most_frequent(["run_ended"]) == ""
 
 
 def test_every_reason_but_the_end_has_a_meaning() -> None:
-    assert set(DropReason) - set(MEANINGS) == {DropReason.RUN_ENDED, DropReason.RUN_FAILED}
+    assert set(DropReason) - set(DROP_MEANINGS) == {DropReason.RUN_ENDED, DropReason.RUN_FAILED}
 
 
 def test_a_share_is_told_when_it_has_doubled() -> None:

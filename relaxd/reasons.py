@@ -1,4 +1,4 @@
-"""Reasons why groups are dropped, and warnings of large shares of drops."""
+"""Reasons why groups are dropped and why samples end, and warnings of large shares of drops."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ MIN_GROUPS = 16
 """Minimum number of published groups for a meaningful share."""
 WARN_SHARE = 0.1
 
-MEANINGS: dict[str, str] = {
+DROP_MEANINGS: dict[str, str] = {
     DropReason.ZERO_VARIANCE: "all answers to a prompt got the same reward, so there is nothing to learn from them: "
     "is the task too easy or too hard? (data.curriculum leaves such prompts out)",
     DropReason.ALL_TRUNCATED: "all answers to a prompt were cut off, and algorithm.mask_truncated learns nothing from "
@@ -74,16 +74,16 @@ def drop_warnings(dropped_by_reason: Mapping[str, int], published: int) -> list[
     if published < MIN_GROUPS:
         return []
     return [
-        f"{count / published:.0%} of the groups were dropped as {reason}: {MEANINGS[reason]}"
+        f"{count / published:.0%} of the groups were dropped as {reason}: {DROP_MEANINGS[reason]}"
         for reason, count in sorted(dropped_by_reason.items(), key=lambda item: -item[1])
-        if reason in MEANINGS and count >= WARN_SHARE * published
+        if reason in DROP_MEANINGS and count >= WARN_SHARE * published
     ]
 
 
 def most_frequent(reasons: Iterable[str]) -> str:
     """Return the most frequent reason and its meaning, for people; "" if none of the reasons has a meaning."""
-    for reason, _ in Counter(reason for reason in reasons if reason in MEANINGS).most_common(1):
-        return f"{reason}: {MEANINGS[reason]}"
+    for reason, _ in Counter(reason for reason in reasons if reason in DROP_MEANINGS).most_common(1):
+        return f"{reason}: {DROP_MEANINGS[reason]}"
     return ""
 
 
@@ -108,3 +108,19 @@ class DropWatch:
         if lines:
             self._told |= {reason: count / published for reason, count in new.items()}
         return lines
+
+
+FINISH_MEANINGS: Mapping[str, str] = {
+    "stop": "the model ended its answer, or wrote a stop string",
+    "length": "an answer had rollout.max_new_tokens tokens, or a message of a conversation agent.turn_tokens",
+    "abort": "it was cancelled",
+    "budget": "a conversation had used up rollout.max_new_tokens",
+    "turns": "a conversation had agent.max_turns messages of the model",
+    "env_done": "the environment ended the conversation, or its program ended with exit code 0",
+    "env_failed": "the environment raised or took too long, or the program failed",
+    "timeout": "a conversation took longer than agent.conversation_seconds",
+}
+"""Meaning of each reason; the names are those of the FinishReason enum in sample.proto, in lower case."""
+ENV_FAILED = "env_failed"
+TRUNCATED = frozenset({"length", "budget", "turns", "timeout"})
+"""Finish reasons of samples that a limit of the run cut off."""
