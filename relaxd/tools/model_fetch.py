@@ -62,32 +62,32 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
         TaughtModel(
             name="tool-beginner",
             description="0.1 M parameters, for examples/tool-use.toml: calls a calculator one time in ten; taught here",
-            program="relaxd.tools.tool_beginner",
+            program="relaxd.tools.text_beginner tool",
         ),
         TaughtModel(
             name="game-beginner",
             description="0.1 M parameters, for examples/two-players.toml: plays random moves of Nim; taught here",
-            program="relaxd.tools.game_beginner",
+            program="relaxd.tools.text_beginner game",
         ),
         TaughtModel(
             name="digits-beginner",
             description="0.3 M parameters, for examples/digits.toml: answers pictures with random digits; made here",
-            program="relaxd.tools.sight_beginner digits",
+            program="relaxd.tools.media_beginner digits",
         ),
         TaughtModel(
             name="dots-beginner",
             description="0.3 M parameters, for examples/dots.toml: answers videos with random sides; made here",
-            program="relaxd.tools.sight_beginner dots",
+            program="relaxd.tools.media_beginner dots",
         ),
         TaughtModel(
             name="pitches-beginner",
             description="0.5 M parameters, for examples/pitches.toml: answers sounds with random numbers; made here",
-            program="relaxd.tools.pitches_beginner",
+            program="relaxd.tools.media_beginner pitches",
         ),
         TaughtModel(
             name="zoom-beginner",
             description="0.3 M parameters, for examples/zoom.toml: looks at random halves of pictures; taught here",
-            program="relaxd.tools.zoom_beginner",
+            program="relaxd.tools.media_beginner zoom",
         ),
     )
 }

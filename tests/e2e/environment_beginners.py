@@ -16,7 +16,7 @@ from relaxd.data.examples import Message
 from relaxd.envs.environment import Reply, Sample, ToolCall
 from relaxd.envs.number_guessing import NumberGuessing
 from relaxd.envs.replies import ParsedReply
-from relaxd.tools.tool_beginner import CHAT_TEMPLATE, teach, tokenizer_of
+from relaxd.tools.text_beginner import CHAT_TEMPLATE, teach, tokenizer_of
 
 DOORS, CODES = range(10, 50), range(50, 90)
 GUESSING = {"low": 4, "high": 5, "max_guesses": 2}

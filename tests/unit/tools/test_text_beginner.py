@@ -1,5 +1,6 @@
-"""The lessons of the tiny model that learns to use a tool: what it is taught to say, and in which form."""
+"""The lessons of the tiny models that learn to use a tool, and that play against themselves."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from relaxd.data.sources.addition_source import addition
 from relaxd.data.templating import ChatTemplate
 from relaxd.envs.calculator import Calculator
 from relaxd.envs.replies import reply_format
-from relaxd.tools.tool_beginner import CHAT_TEMPLATE, labels, make
+from relaxd.tools.text_beginner import CHAT_TEMPLATE, GAME_PROMPT, Games, labels, make, make_player
 
 SUM, ASK = "What is 47 + 38?", "<|user|>What is 47 + 38?<|end|><|assistant|>"
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "47 + 38"}}</tool_call><|end|>'
@@ -52,3 +53,24 @@ def test_prompts_name_the_tools_and_calls_can_be_read(tokenizer: PreTrainedToken
 def test_numbers_are_tokens_which_have_no_digits_to_add(tokenizer: PreTrainedTokenizerBase) -> None:
     examples, held_out = addition(2)
     assert all(len(tokenizer.encode(one.answer)) == 1 for one in [*examples, *held_out])
+
+
+GAME = re.compile(
+    rf"<\|user\|>{re.escape(GAME_PROMPT)}<\|end\|>"
+    r"(<\|user\|>\d+ stones\. Take 1 to \d\.<\|end\|><\|assistant\|>\d<\|end\|>)+"
+)
+
+
+def test_lessons_are_games_with_moves_that_are_allowed() -> None:
+    games = Games()
+    for _ in range(100):
+        text = games.text()
+        assert GAME.fullmatch(text)
+        for most, move in re.findall(r"Take 1 to (\d)\.<\|end\|><\|assistant\|>(\d)", text):
+            assert 1 <= int(move) <= int(most)
+
+
+def test_a_move_is_one_token(tmp_path: Path) -> None:
+    make_player(tmp_path, batches=1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert all(len(tokenizer.encode(str(move))) == 1 for move in (1, 2, 3))

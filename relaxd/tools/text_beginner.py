@@ -1,7 +1,9 @@
-"""Makes the tiny model of `relaxd demo --task tool-use`: it can call a calculator, and seldom does.
+"""Makes the tiny models of `relaxd demo --task tool-use`, which can call a calculator and seldom does, and of
+examples/two-players.toml, which plays random legal moves of Nim.
 
-`python -m relaxd.tools.tool_beginner FOLDER` trains it on lessons: conversations about sums of two-digit numbers. It
-runs as a separate process, so that the command line needs no torch.
+`python -m relaxd.tools.text_beginner TASK FOLDER` trains a model: for "tool" on lessons, which are conversations about
+sums of two-digit numbers, for "game" on random games. It runs as a separate process, so that the command line needs no
+torch.
 """
 
 import sys
@@ -16,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from relaxd.data.examples import Message
 from relaxd.data.sources.addition_source import addition
 from relaxd.envs.calculator import Calculator
-from relaxd.envs.environment import ToolCall
+from relaxd.envs.environment import Reply, Sample, ToolCall
+from relaxd.envs.nim import Nim
 from relaxd.envs.replies import ParsedReply
 
 DIGITS = 2
@@ -160,5 +163,41 @@ def tokenizer_of(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PADDING, chat_template=CHAT_TEMPLATE)
 
 
+GAME_PROMPT = "Nim: who takes the last stone wins."
+GAME_BATCHES = 400
+
+
+class Games:
+    """Random games of Nim, each from the view of one player."""
+
+    def __init__(self) -> None:
+        self._random = Random(0)
+        self._template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
+
+    def text(self) -> str:
+        """Play a random game and return the conversation as text, rendered by the chat template."""
+        game = Nim(opponent="random")
+        seed = self._random.getrandbits(32)
+        said = game.open(Sample([], seed=seed))
+        messages: list[Message] = [{"role": "user", "content": GAME_PROMPT}]
+        while True:
+            move = str(self._random.randint(1, int(said.removesuffix(".").rpartition(" ")[2])))
+            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": move}]
+            step = game.step(Reply(move))
+            if step.done:
+                return str(self._template.apply_chat_template(messages, tokenize=False))
+            said = str(step.observation)
+
+
+def make_player(folder: Path, batches: int = GAME_BATCHES) -> None:
+    """Train the model that plays and write it with its tokenizer and chat template into `folder`."""
+    games = Games()
+    tokenizer = tokenizer_of([games.text() for _ in range(200)])
+    teach(folder, tokenizer, batches, lambda batch: games.text())
+
+
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    if sys.argv[1] == "game":
+        make_player(Path(sys.argv[2]))
+    else:
+        make(Path(sys.argv[2]))
