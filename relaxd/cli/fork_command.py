@@ -144,7 +144,7 @@ def _parsed(change: str) -> tuple[str, str]:
 
 def _new_rewards(config: RunConfig, words: Sequence[str]) -> list[Mapping[str, Any]]:
     """Score the recorded answers with the fork's reward. Returns the lines of REWARDS. Raises CliError."""
-    groups = list(stream_program(FORK, words, ""))
+    groups = list(stream_program(FORK, words, "", seconds=REPLAY_SECONDS))
     lines: list[Mapping[str, Any]] = []
     outcomes = iter(score_groups(config, [group["columns"] for group in groups]))
     for group in groups:

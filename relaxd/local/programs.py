@@ -7,10 +7,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import relaxd
 from relaxd.client import CliError
@@ -66,12 +65,12 @@ def run_program(module: str, words: Sequence[str], *, seconds: float, text: str 
 
 
 def stream_program(
-    module: str, words: Sequence[str], text: str, *, seconds: float = threading.TIMEOUT_MAX
+    module: str, words: Sequence[str], text: str, *, seconds: float
 ) -> Generator[dict[str, Any], None, None]:
     """Run a program with `text` as its input, and yield its output, a JSON object in each line.
 
-    The program shares this process's stderr, and is killed after `seconds`, or when the iterator is closed. Raises
-    CliError: a line has an "error", or the program fails, or doesn't finish in time.
+    The program shares this process's stderr. It is killed when the caller has waited `seconds` for its first or next
+    line, or when the iterator is closed. Raises CliError: a line has an "error", or the program fails or is killed.
     """
     with tempfile.TemporaryFile("w+") as given:
         given.write(text)
@@ -84,24 +83,36 @@ def stream_program(
             env=os.environ | {"PYTHONPATH": python_path()},
         )
     assert process.stdout is not None
-    deadline = time.monotonic() + seconds
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    timer.start()
+    is_late = threading.Event()
     try:
-        for line in process.stdout:
+        while line := _next_line(process, process.stdout, seconds, is_late):
             found: dict[str, Any] = json.loads(line)
             if "error" in found:
                 raise CliError(found["error"])
             yield found
         if code := process.wait(timeout=EXIT_SECONDS):
-            if time.monotonic() >= deadline:
-                raise CliError(f"{module} did not finish within {seconds:.0f} s")
+            if is_late.is_set():
+                raise CliError(f"{module} was killed after {seconds:.0f} s without an answer")
             raise CliError(f"{module} ended with exit code {code}")
     except subprocess.TimeoutExpired as error:
         raise CliError(f"{module} did not end within {EXIT_SECONDS:g} s after its last output") from error
     finally:
-        timer.cancel()
         process.kill()
         process.wait(timeout=EXIT_SECONDS)
         process.stdout.close()
+
+
+def _next_line(process: subprocess.Popen[str], output: IO[str], seconds: float, is_late: threading.Event) -> str:
+    """Return a program's next line of output, "" at its end. After `seconds`, set `is_late` and kill the program."""
+
+    def give_up() -> None:
+        is_late.set()
+        process.kill()
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        return output.readline()
+    finally:
+        timer.cancel()

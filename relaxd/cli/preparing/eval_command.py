@@ -34,6 +34,8 @@ from relaxd.rewards import RewardInput
 SCORED_TOGETHER = 2048
 """Maximum number of answers to score with one start of the reward program; all their texts are in memory."""
 PROGRESS_SECONDS = 5.0
+ANSWER_SECONDS = 3600.0
+"""Maximum seconds to wait for the first answer, which includes loading the model, and for each further one."""
 RESULTS = "results.json"
 
 
@@ -177,7 +179,7 @@ def _answer(
         for prompt in prompts
     ]
     asked = json.dumps({"config": config.model_dump(mode="json"), "device": device, "questions": questions})
-    with closing(stream_program(ROLLOUT_OFFLINE, [], asked)) as found:
+    with closing(stream_program(ROLLOUT_OFFLINE, [], asked, seconds=ANSWER_SECONDS)) as found:
         for answer in found:
             prompt = prompts[answer["question"]]
             yield _Answered(prompt, answer["sample"], answer["text"], answer["length"], answer["finish_reason"])

@@ -38,8 +38,8 @@ MADE_UP = ("I don't know.", "")
 """Answers that any model gives now and then."""
 LOAD_SECONDS = 90.0
 """Seconds allowed for starting the program and loading the reward; time for the calls is added."""
-GENERATE_SECONDS = 1800.0
-"""Seconds allowed for loading the model and generating the answers."""
+ANSWER_SECONDS = 1800.0
+"""Maximum seconds to wait for the first answer, which includes loading the model, and for each further one."""
 MAX_LATE = 2
 """Maximum number of samples whose reward may time out; then the remaining samples are skipped."""
 SHOWN = 60
@@ -194,7 +194,7 @@ def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> lis
     ]
     asked = json.dumps({"config": config.model_dump(mode="json"), "device": "cpu", "questions": questions})
     answers: list[list[str]] = [[] for _ in examples]
-    with closing(stream_program(ROLLOUT_OFFLINE, [], asked, seconds=GENERATE_SECONDS)) as found:
+    with closing(stream_program(ROLLOUT_OFFLINE, [], asked, seconds=ANSWER_SECONDS)) as found:
         for answer in found:
             answers[answer["question"]].append(answer["text"])
     return answers
