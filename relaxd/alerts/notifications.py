@@ -49,7 +49,7 @@ def parse_quiet_hours(text: str) -> QuietHours:
 
 Level = Literal["info", "success", "warning", "failure"]
 LEVELS: tuple[Level, ...] = ("info", "success", "warning", "failure")
-"""The levels, as Apprise names them, from the least to the most urgent."""
+"""Levels of messages, as Apprise names them, from the least to the most urgent."""
 MAX_PENDING = 50
 """Maximum number of waiting messages; older ones are dropped."""
 MAX_TOLD = 1000
@@ -72,7 +72,7 @@ REPORTED = (
 
 @dataclass(frozen=True)
 class Message:
-    """A notification."""
+    """A message to an address."""
 
     title: str
     body: str
@@ -110,14 +110,14 @@ class Outbox:
         self._repeat_seconds = repeat_seconds
         self._every = every
         self._events: dict[str, str] = dict(state.get("events", {}))
-        """Times of the last announced "begin", "pause" and "end", by name."""
+        """Times of the announced events, as the run's status gives them, by event: "begin", "pause" or "end"."""
         self._alarms = {name: ToldAlarm(**one) for name, one in state.get("told_alarms", {}).items()}
-        """The last message about each alarm, by the alarm's name."""
+        """Announced alarms, by name."""
         self._reported: tuple[int, dict[str, float]] | None = None
-        """Step and numbers of the last report."""
+        """Step and metrics of the last report."""
         self._report_step: int | None = state.get("report_step")
         self._latest: tuple[int, dict[str, float]] | None = None
-        """Step and numbers of the last step."""
+        """Number and metrics of the newest step."""
         self._pending: list[tuple[datetime, Message]] = []
         self._report: tuple[datetime, Message] | None = None
         self._left_out = 0
@@ -158,7 +158,7 @@ class Outbox:
         self._reported, self._report_step = self._latest, step
 
     def due(self, now: datetime) -> Message | None:
-        """Return the message to send now, with all waiting parts; None in quiet hours, and if nothing waits."""
+        """Return one message that joins all waiting ones; None in quiet hours, or if none waits."""
         waiting = sorted([*self._pending, *([self._report] if self._report else [])], key=lambda one: one[0])
         if not waiting or (self._quiet.include(now) and not self._ended):
             return None

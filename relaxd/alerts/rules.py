@@ -68,7 +68,7 @@ class RuleAlarm:
 
     @property
     def text(self) -> str:
-        """The value, the limit and the rule, for people."""
+        """Sentence for people with the value, the limit and the rule."""
         side = "below" if self.rule.below else "above"
         return f"{self.rule.metric} is {self.value:.4g}, {side} {self.limit:.4g} (alerts.rules: {self.rule.text})"
 
@@ -80,7 +80,7 @@ class RuleWatch:
         self.rule = rule
         self._recent: list[tuple[int, float]] = []
         self._best: list[tuple[int, float]] = []
-        """Steps with the best median so far, and that median."""
+        """Step and median of each median that was the best so far."""
         self.alarm: RuleAlarm | None = None
         """The open alarm; None if there is none."""
 

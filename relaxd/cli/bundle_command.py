@@ -47,7 +47,7 @@ from relaxd.trackers.tracker import REDACTED, SECRET, VARIABLE, redact
 VERSIONS = "versions.json"
 """Versions of the installed packages."""
 OF_STEP = (LEDGER, GROUPS, SAMPLES)
-"""Files of which a bundle has only the lines of its step, or with weights of all steps since the checkpoint."""
+"""Files of which a bundle has only some lines: those of its step, or with weights those since the checkpoint."""
 LOG_LINES = 1000
 """Default number of last lines to pack from each log."""
 MIN_SECRET = 5

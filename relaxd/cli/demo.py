@@ -36,7 +36,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True)
 class DemoTeacher:
-    """Model trained by an earlier demo, which can teach."""
+    """A possible teacher: a model that an earlier demo trained."""
 
     run_id: str
     model: Path

@@ -81,9 +81,9 @@ def free_folder(runs: Path, run_id: str) -> Path:
 
 
 SHOWN_STEPS = 5
-"""Maximum number of steps at the start and the end over which the final table averages the reward."""
+"""Maximum number of first steps, and of last steps, over which the final table averages the reward."""
 Begin = Callable[[CoordinatorClient], Run]
-"""Starts or continues a run."""
+"""Function that starts or continues a run at a coordinator, and returns the run."""
 MAX_PAUSE_SECONDS = 600.0
 """Maximum pause of an unattended run, in seconds; then its services stop. The run can be resumed later."""
 
@@ -103,11 +103,11 @@ class Where:
     engines: Mapping[str, str] = field(default_factory=dict)
     """Engine name by role, for roles whose engine can be chosen."""
     keep_up: bool = False
-    """Keep the started services up."""
+    """True to keep the started services up after the run."""
     shared_redis: bool = False
     """True to start Redis on the data of `relaxd up`, which several runs share."""
     console: bool = field(default_factory=console_wanted)
-    """Serve a console for the started services."""
+    """True to serve a console beside the started services."""
 
 
 def find_services(replicas: Mapping[str, int], state: Path, coordinator: str | None) -> Where:

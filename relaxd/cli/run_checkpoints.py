@@ -271,7 +271,7 @@ def _shown(number: float | None) -> str:
 MAX_SECONDS = 300.0
 """Maximum seconds to wait for the checkpoint, so that a hanging trainer doesn't keep its services running."""
 UNDER_WAY = (RUN_STATE_RUNNING, RUN_STATE_PAUSED)
-"""States in which the trainer has weights without a checkpoint. A stopping run saves them by itself."""
+"""States of runs whose newest weights may have no checkpoint. A stopping run saves a checkpoint by itself."""
 
 
 def save_of_run_in_progress(address: str, state: Path, say: Callable[[str], None]) -> str:

@@ -27,9 +27,9 @@ class ResolvedSet:
     """Maximum number of prompts; 0 means all."""
     samples_per_prompt: int
     sizes: tuple[int, ...]
-    """The k of pass@k and maj@k."""
+    """Values of k for pass@k and maj@k."""
     temperature: float
-    """0 is greedy."""
+    """Sampling temperature; 0: always the likeliest token."""
     top_p: float
     top_k: int
     """Number of likeliest tokens to sample from; 0: all."""
@@ -38,7 +38,7 @@ class ResolvedSet:
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     seed: int
-    """run.seed."""
+    """The run's seed (run.seed)."""
     reward: RewardConfig | None = None
     """Reward of the set; None means the run's."""
     right_from: float = 1.0

@@ -30,9 +30,9 @@ class Container(BaseModel):
 
     Name: str
     State: str
-    """created, running, restarting, exited ..."""
+    """State in Docker's words, such as "running" or "exited"."""
     Status: str = ""
-    """Uptime and health."""
+    """Uptime and health in Docker's words, such as "Up 5 minutes (healthy)"."""
 
 
 class ComposeState(BaseModel):
@@ -41,7 +41,7 @@ class ComposeState(BaseModel):
     folder: Path
     """Folder of the compose files."""
     coordinator: str
-    """host:port."""
+    """Address of the coordinator, host:port."""
     settings: dict[str, str]
     """Variables for the compose files, in addition to their .env."""
 

@@ -44,9 +44,9 @@ class StackState(RedisUrlModel):
     pid: int
     """Pid of the supervisor."""
     started: float
-    """Unix time."""
+    """Start of the supervisor, in Unix time."""
     coordinator: str
-    """host:port."""
+    """Address of the coordinator, host:port."""
     stack: str = ""
     """Identity of the stack (relaxd.rpc.stack_identity); empty if an earlier release started it."""
     console: str = ""
@@ -76,7 +76,7 @@ class RestartWish(BaseModel):
     """The launcher's request to restart a process."""
 
     number: int
-    """Increases with each request for this service."""
+    """Number of the request, which grows with each request for this service."""
     replica_id: str
     """Replica id of the process to restart; the request is ignored if another process runs. Empty: any process."""
 

@@ -48,7 +48,7 @@ class StackPlan(RedisUrlModel):
 
     state_folder: Path
     coordinator: str
-    """host:port."""
+    """Address of the coordinator, host:port."""
     stack: str = ""
     """Identity of the stack (relaxd.rpc.stack_identity)."""
     console: str = ""
@@ -58,7 +58,7 @@ class StackPlan(RedisUrlModel):
     templates: dict[str, ServiceSpec] = Field(default_factory=dict)
     """Spec of additional replicas by role, for the launcher."""
     stop_with_parent: bool = False
-    """Stop everything when the supervisor's parent ends."""
+    """True to stop everything when the supervisor's parent ends."""
     grace_seconds: float = 20.0
     """Seconds for a service to drain before it is killed."""
     max_restarts: int = 5

@@ -162,7 +162,7 @@ class GroupTally:
     """Number of dropped groups by reason."""
 
     def add(self, line: dict[str, Any], times: int = 1) -> None:
-        """Count a group; with -1 remove it."""
+        """Count a group; with `times` = -1, uncount it."""
         self.closed += times
         if line["fate"] == "trained":
             self.trained += times
@@ -178,7 +178,7 @@ class Mean:
     count: int = 0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value; with -1 remove it."""
+        """Count a value; with `times` = -1, uncount it."""
         self.total += times * value
         self.count += times
 
@@ -194,15 +194,15 @@ class Summary:
 
     all: GroupTally = field(default_factory=GroupTally)
     retried: int = 0
-    """Groups that were retries."""
+    """Number of groups that were retries."""
     continued: int = 0
     """Number of groups with an answer that was cut off and continued."""
     by: dict[str, dict[str, GroupTally]] = field(default_factory=lambda: {name: {} for name in DIMENSIONS})
-    """Buckets by dimension, then by label."""
+    """Counts of groups by dimension, then by label."""
     means: dict[str, tuple[Mean, Mean]] = field(
         default_factory=lambda: {name: (Mean(), Mean()) for name in ("prompt_tokens", "tokens", "truncated", "reward")}
     )
-    """Means of each number over all groups that have it, and over the trained ones."""
+    """Two means by name of a number: over all groups that have it, and over the trained ones."""
 
     def add(self, line: dict[str, Any], times: int = 1) -> None:
         """Count a group in the form of `read_fates`; with -1 remove it."""

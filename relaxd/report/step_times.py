@@ -15,7 +15,7 @@ class BreakdownPart:
     """A part of a breakdown: a step metric in seconds."""
 
     name: str
-    """The metric; "" is the remainder."""
+    """Name of the metric; "" for the time that the other parts leave."""
     label: str
 
 
@@ -25,7 +25,7 @@ class Breakdown:
 
     title: str
     name: str
-    """The metric of the whole duration, in seconds."""
+    """Name of the whole duration's metric, which is in seconds."""
     parts: tuple[BreakdownPart, ...]
 
 
@@ -63,9 +63,9 @@ SHARES = {
     "engine_paused_share": "engines: paused for weights",
     "gpu_idle_share": "GPUs: no kernel running (NVML)",
 }
-"""Labels of metrics that are shares of the step's time, over all replicas."""
+"""Labels by metric. Each metric is a share of the step's time, over all replicas."""
 PER_REPLICA = {"engine_idle_share": "{replica}: idle", "gpu_idle_share": "GPUs of {replica}: no kernel running"}
-"""Labels of metrics that a step also has for each replica."""
+"""Labels by metric, of metrics that a step also has for each replica."""
 
 
 def replica_values(step: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -114,11 +114,11 @@ class Task:
     side: int
     """Width and height of a picture or frame, in pixels."""
     frames: int = 1
-    """Frames of an item."""
+    """Number of frames of an item."""
 
     @property
     def times(self) -> int:
-        """Frames of a patch."""
+        """Number of frames of a patch."""
         return min(self.frames, 2)
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, table_of
 
 CALL_SECONDS = 30.0
-"""Deadline of a call of the server."""
+"""Deadline of a call to the server, in seconds."""
 MAX_METRICS, MAX_PARAMETERS, MAX_VALUE = 1000, 100, 6000
 """Maximum numbers and parameters of a call, and maximum characters of a parameter."""
 EDITION_TAG = "relaxd.edition"

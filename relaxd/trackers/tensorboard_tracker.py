@@ -50,7 +50,7 @@ class TensorBoardTracker(Tracker):
         self._writer.close()
 
     def _forget_from(self, step: int) -> None:
-        """Have readers drop this step and later ones."""
+        """Make readers drop this step and later ones."""
         self._add(step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def _add(self, step: int, **what: Any) -> None:

@@ -121,7 +121,7 @@ CSRF_HEADER = "X-Relaxd-Csrf"
 OPEN = frozenset({"/api/session", "/api/login"})
 """API addresses that need no session."""
 VIEWER = web.RequestKey("viewer", Viewer)
-"""Key of a request's viewer."""
+"""Key under which a request has its viewer."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -53,7 +53,7 @@ ACTIONS = {
     "cancel-scaling": Action("CancelScaleRequest", scaling_pb2.CancelScaleRequestRequest),
     "autoscaler": Action("SetAutoscaler", scaling_pb2.SetAutoscalerRequest),
 }
-"""Actions by their names in addresses."""
+"""Actions by name. An action's URL contains its name."""
 
 
 CALL_SECONDS = 30.0
@@ -81,7 +81,7 @@ class Pages:
         self._drawing = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the API's addresses."""
+        """Return the routes of the API."""
         return [
             web.get("/api/session", self.session),
             web.post("/api/login", self.log_in),

@@ -26,7 +26,7 @@ ONEOFF = "com.docker.compose.oneoff"
 LAUNCH_ID = "relaxd.launch-id"
 ROLE = "relaxd.role"
 SUFFIX = "-scaled"
-"""Appended to the compose service of a launched container. No compose file has that service, so the container is an
+"""Suffix of a launched container's compose service. No compose file has that service, so the container is an
 orphan: `docker compose up --scale`, which knows nothing of scale requests, ignores it, and `down --remove-orphans`
 removes it."""
 MAX_RESTARTS = 5

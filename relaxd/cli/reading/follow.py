@@ -28,15 +28,15 @@ SHOWN_SAMPLES = 4
 
 
 class RunPaused(CliError):
-    """The run has been paused for longer than `max_pause`."""
+    """The run has been paused for longer than the `max_pause` of `follow`."""
 
 
 class Terminated(KeyboardInterrupt):
-    """The process got SIGTERM, in place of Ctrl-C."""
+    """The process got SIGTERM, which is handled like Ctrl-C."""
 
 
 class HungUp(Terminated):
-    """The terminal was closed: SIGHUP arrived, or a write failed before it did.
+    """The terminal was closed: SIGHUP arrived, or a write to the terminal failed first.
 
     From then on, output is discarded and SIGHUP is ignored.
     """
@@ -111,7 +111,7 @@ class Follower:
         after_step: int | None = None,
         old_drops: bool = True,
     ) -> None:
-        """`say` prints a line. With `lines`, nothing else shows the run, and a line comes at least every QUIET_SECONDS.
+        """`say` prints a line. `lines`: True if only lines show the run; then one comes at least every QUIET_SECONDS.
 
         `after_step`: show the steps after this one; None: only new steps.
         `old_drops`: as in `follow`.
@@ -125,7 +125,7 @@ class Follower:
         self._after_step = after_step
         self._quiet = Quiet(time.monotonic())
         self._drops = DropWatch() if old_drops else None
-        """Drop counts so far; None until the first message gives them."""
+        """Watches the numbers of dropped groups; None until the first message gives the numbers to start from."""
         self._alarms: set[tuple[int, str, int]] = set()
         """Kind, name and first step of each open alarm that was printed."""
         self._advised: tuple[int, str] | None = None
@@ -160,7 +160,7 @@ class Follower:
             self._print(text)
 
     def _tell_alarms(self, run: pb.Run) -> None:
-        """Print each alarm once until it ends."""
+        """Print each alarm when it begins."""
         alarms = {(alarm.kind, alarm.name, alarm.first_step): alarm for alarm in run.alarms}
         for key, alarm in alarms.items():
             if key not in self._alarms:
@@ -168,7 +168,7 @@ class Follower:
         self._alarms = set(alarms)
 
     def _tell_advice(self, run: pb.Run) -> None:
-        """Print advice once, if a run waits for something that only a person can give."""
+        """Print the advice on what the run waits for, once for each wait."""
         wait = (run.wait.kind, run.wait.on)
         if run.state in (pb.RUN_STATE_PENDING, pb.RUN_STATE_RUNNING) and run.wait.advice and wait != self._advised:
             self.say(f"run {run.run_id}: {run.waiting_for}: {'; '.join(run.wait.advice)}")
@@ -209,7 +209,7 @@ class Quiet:
         return f"run {run.run_id}: {what}{time_left(run)}"
 
     def observe_silence(self, reason: str, now: float) -> str:
-        """Return a line that explains the silence if one is due, else ""."""
+        """Return a line that says why no message of the run comes, if one is due, else ""."""
         if now - self._spoke < QUIET_SECONDS:
             return ""
         return f"no news of the run for {duration(now - self._heard)}: the coordinator answers nothing: {reason}"

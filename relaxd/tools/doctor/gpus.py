@@ -18,7 +18,7 @@ TAKEN_BYTES = 1 << 30
 """Memory of a GPU that other processes may use without a warning, in bytes."""
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"
-"""PCI vendor, and the class of display controllers."""
+"""PCI id of the vendor NVIDIA, and PCI class of display controllers."""
 INSTALL_DRIVER = "install NVIDIA's driver (https://www.nvidia.com/drivers)"
 
 Version = tuple[int, int]

@@ -80,7 +80,7 @@ def engine_memory(
 
 
 ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
-"""GPU bytes that a sleeping process of a role keeps in a colocated run. Measured: 4.4 to 7.5 GB and 3.6 to 5.6 GB."""
+"""GPU bytes that a sleeping process keeps in a colocated run, by role. Measured: 4.4 to 7.5 and 3.6 to 5.6 GB."""
 
 
 def check_layout(

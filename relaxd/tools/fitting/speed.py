@@ -54,7 +54,7 @@ class StepWork:
     passes: float = 1.0
     """Number of training passes over the tokens."""
     mini_batches: int = 1
-    """Parts of the step with separate pipeline schedules."""
+    """Number of parts of the step, each of which has a separate pipeline schedule."""
     tower_flops: float = 0.0
     """FLOPs of the towers in all passes together."""
 
@@ -65,11 +65,11 @@ class Seconds:
 
     compute: float
     bubble: float
-    """Filling and draining the pipeline, and waiting for its slowest stage."""
+    """Seconds of filling and draining the pipeline, and of waiting for its slowest stage."""
     communication: float
     update: float
     towers: float
-    """Passes of the towers, which all later stages wait for."""
+    """Seconds of the towers' passes, which all later stages wait for."""
 
     @property
     def total(self) -> float:
@@ -195,8 +195,7 @@ def groups(layout: Layout, kind: str) -> list[list[int]]:
 
 
 def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
-    """Return the amount that the ranks of one host send to other hosts in rings, in multiples of a buffer; the maximum
-    over hosts."""
+    """Return how many times a ring's buffer one host's ranks send to other hosts; the maximum over hosts."""
     return _largest_sum(
         (rank // each, (len(ring) - 1) / len(ring))
         for ring in rings
@@ -206,8 +205,7 @@ def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
-    """Return the rows that the ranks of one host send to other hosts, in multiples of a rank's rows; the maximum over
-    hosts."""
+    """Return how many times a rank's rows one host's ranks send to other hosts; the maximum over hosts."""
     return _largest_sum(
         (rank // each, sum(other // each != rank // each for other in group) / len(group))
         for group in rank_groups
@@ -216,7 +214,7 @@ def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _between_stages(layout: Layout, each: int) -> float:
-    """Return how often ranks of one host send rows to stages on other hosts, both ways; the maximum over hosts."""
+    """Return how many times one host's ranks send rows to other hosts' stages, both ways; the maximum over hosts."""
     stage = layout.ranks // layout.pipeline
     pairs = ((rank, (rank + stage) % layout.ranks) for rank in range(layout.ranks))
     # Rows go from the last stage back to the first one, except after the last chunk.

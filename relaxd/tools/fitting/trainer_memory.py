@@ -265,7 +265,7 @@ class Held:
 
     role: str
     place: str
-    """The GPU of the role, or the turn, with this peak; "" if all are equal."""
+    """Name of the GPU, or of the turn, that has this peak; "" if all are equal."""
     bytes: Bytes
     room: int
     """Bytes that the GPU may hold."""

@@ -133,7 +133,7 @@ class HostLoad:
     idle_cores: float
     """Processors that the rehearsal needs at rest."""
     step_seconds: float
-    """Processor seconds per step."""
+    """Processor seconds that the rehearsal needs per step."""
     least_step_seconds: float
     """Minimum seconds of a step, at the run's own speed."""
     time_scale: float

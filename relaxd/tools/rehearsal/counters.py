@@ -30,7 +30,7 @@ class EngineNumbers:
     mode: str = "off"
     """autoscale.mode of the run; with "off" the number never changes."""
     decisions: list[tuple[float, str]] = field(default_factory=list)
-    """Pairs of time and text."""
+    """Decisions of the autoscaler, as pairs of time and text."""
 
     @property
     def last(self) -> int:
@@ -121,7 +121,7 @@ class Counters:
     waits: Counter[str] = field(default_factory=Counter)
     """Number of calls of `sample` that found the open step waiting, by what it waited for."""
     call_seconds: list[float] = field(default_factory=list)
-    """Times of the calls to the coordinator."""
+    """Seconds of each call to the coordinator."""
     peak_bytes: int = 0
     """Maximum memory that Redis used."""
     step_bytes: dict[int, int] = field(default_factory=dict)

@@ -29,9 +29,9 @@ class Measured:
 
     scale: Scale
     first: Sample
-    """Sample at the end of a step."""
+    """Sample at the end of the step with which the window begins."""
     last: Sample
-    """Sample at the end of a later step."""
+    """Sample at the end of the window's last step."""
     idle_first: Sample
     idle_last: Sample
     """Samples at both ends of a window in which the run was paused."""
@@ -44,7 +44,7 @@ class Measured:
     step_file_seconds: float
     """Average seconds of writing a step file."""
     trainer_shares: Mapping[str, float]
-    """Shares of the trainer's step by the work of its thread."""
+    """Seconds of the trainer's steps, by the work of its thread."""
     call_p99: float
     """99th percentile of the rehearsal's calls to the coordinator, in seconds."""
     dropped: Mapping[str, int]
@@ -52,13 +52,13 @@ class Measured:
     admitted_groups: int
     """Number of groups that the gate admits at once."""
     max_group_bytes: int
-    """board.max_group_bytes."""
+    """Maximum bytes of a group (board.max_group_bytes)."""
     worst_group_bytes: int
     """Bytes of a group with answers of maximal length, unscaled."""
     redis_bytes: int
-    """Memory of the Redis that the run will have."""
+    """Bytes of memory of the Redis that the run will have."""
     call_times: CallTimes
-    """Seconds that replicas waited for the coordinator."""
+    """99th percentiles of the replicas' calls to the coordinator."""
     least_step_seconds: float
     """Minimum seconds of a step, at the run's own speed."""
     engines: EngineNumbers
