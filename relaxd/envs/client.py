@@ -157,7 +157,7 @@ class EnvironmentClient:
 
 
 _TOLD = (Aborted, DeadlineExceeded)
-"""Errors of a host whose messages are shown without addition."""
+"""Errors of an environment's host: only their messages are shown."""
 
 
 def _messages(text: str, what: str) -> tuple[list[Message], tuple[MediaItem, ...]]:

@@ -213,7 +213,7 @@ def _takes(function: Callable[..., Any], *names: str) -> bool:
 
 
 def _then(result: Any, follow: Callable[[Any], Any]) -> Any:
-    """Return `follow(result)`; for an awaitable result, an awaitable of it."""
+    """Return `follow(result)`. If the result is awaitable, return a coroutine that awaits it first."""
     if not inspect.isawaitable(result):
         return follow(result)
 

@@ -178,7 +178,7 @@ def _deepseek_token(words: str) -> str:
 
 
 def _deepseek(text: str, tools: Tools) -> ParsedReply:
-    """Calls between special tokens; before V3.1 their arguments are in a fence."""
+    """DeepSeek's calls between special tokens; models before V3.1 write the arguments in a fenced block."""
     outside, calls_begin, body = text.partition(_deepseek_token("tool calls begin"))
     _, blocks, problem = _blocks(body, _deepseek_token("tool call begin"), _deepseek_token("tool call end"))
     calls = []

@@ -143,7 +143,7 @@ class TokenHistory:
         """True if the template needs the arguments of calls as text."""
         self._segments: list[np.ndarray] = []
         self._to_reply: list[np.ndarray] = []
-        """Segments up to the end of the last reply, in their state at that time."""
+        """The segments as they were when the last reply was appended."""
         self.media_to_last_reply: list[StoredMedia] = []
         """Media in the context up to the end of the last reply."""
         self._reply_ends: list[int] = []

@@ -83,11 +83,11 @@ class ImageSize:
     tokens: int
     """Number of the image's tokens in a prompt."""
     times: tuple[float, ...] = ()
-    """Empty: an image has no time."""
+    """Always empty: only videos have times."""
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """Original size, normal size, and no times."""
+        """Texts for people: original size, normal size, and "" for the times."""
         return sides(self.original), sides(self.normal), ""
 
     @classmethod

@@ -52,7 +52,7 @@ class MediaColumn:
 
     @classmethod
     def of(cls, kind: str, column: str, value: Any) -> "MediaColumn":
-        """Create it from a column's value: a list, a single item or None."""
+        """Return the items in a column's value: a list, a single item or None."""
         if value is None:
             value = []
         return cls(kind, column, value if isinstance(value, list | tuple) else [value])

@@ -49,7 +49,7 @@ class StoredMedia:
 
     @classmethod
     def of(cls, item: NormalMedia) -> Self:
-        """Create it from an item in its normal form."""
+        """Create a stored item from an item in its normal form."""
         size = item.size
         return cls(item.sha256, size.grid, item.content, None, item.kind, item.media_type, size.times)
 
@@ -261,19 +261,19 @@ class PromptMedia:
 
     @classmethod
     def of_stored(cls, items: Sequence[StoredMedia]) -> "PromptMedia":
-        """Create them from stored items."""
+        """Create a prompt's media from stored items."""
         stored: dict[str, bytes] = {}
         return cls(tuple(_records(items, stored)), b"".join(stored.values()))
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Any]) -> "PromptMedia":
-        """Create them from a group's columns; empty if the columns have no media."""
+        """Create a prompt's media from a group's columns; empty if the columns have none."""
         contents = columns.get("media_contents")
         return cls(tuple(columns.get("prompt_media") or ()), contents.tobytes() if contents is not None else b"")
 
     @classmethod
     def from_proto(cls, message: rollout_pb2.GenerateRequest | agent_pb2.ConverseRequest) -> "PromptMedia":
-        """Create them from a request."""
+        """Create a prompt's media from a request."""
         return cls(
             tuple(
                 {"kind": one.kind, "sha256": one.sha256, "grid": list(one.grid), "bytes": one.bytes}
@@ -286,7 +286,7 @@ class PromptMedia:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | None) -> "PromptMedia":
-        """Create them from the result of `to_json`; None means no media."""
+        """Create a prompt's media from the result of `to_json`; None means no media."""
         return cls(tuple(value["records"]), base64.b64decode(value["contents"])) if value else cls()
 
     def to_json(self) -> dict[str, Any] | None:

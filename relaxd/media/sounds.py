@@ -190,7 +190,7 @@ def wav_of_array(source: Mapping[str, Any]) -> bytes:
 
 
 def _of_file(content: bytes) -> "Iterator[AudioFrame]":
-    """Yield the decoded frames of the first sound in a file. Raises anything."""
+    """Yield the decoded frames of the first sound in a file. May raise any exception of FFmpeg."""
     import av
 
     with av.open(io.BytesIO(content), "r", _format_of(content), metadata_errors="replace") as container:

@@ -277,7 +277,7 @@ class _Clip(Protocol):
     """Width and height of a frame, upright."""
 
     def read(self, wanted: Collection[int]) -> "Iterator[tuple[int, Image]]":
-        """Yield the wanted frames, upright and in RGB, with their indices. May raise anything."""
+        """Yield the wanted frames, upright and in RGB, with their indices. May raise any exception."""
 
     def sound(self, rule: VideoRule) -> NormalSound | None:
         """Return the video's own sound; None if it has no samples or the rule drops it. Raises MediaError."""

@@ -21,7 +21,7 @@ DUMP = re.compile(r"Timeout \(\d+:\d\d:\d\d(\.\d+)?\)!")
 THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.* \(most recent call first\):")
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 OTHER = ("", "  ...", "  <no Python frame>")
-"""Other lines of a stack dump. Dots stand for frames beyond the first hundred."""
+"""Lines of a stack dump that name no frame. Dots stand for frames beyond the first hundred."""
 
 
 def takes_group(reward: Callable[..., Any]) -> bool:

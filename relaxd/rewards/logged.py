@@ -29,7 +29,7 @@ MAX_STEP_NAMES = 256
 PART = re.compile(r"log/([a-z]+)/(.+)")
 
 Logged = dict[str, tuple[How, list[float]]]
-"""By name: how to reduce the values to one (a key of AGGREGATES), and the values."""
+"""Logged values by name, each with the way to reduce them to one number (a key of AGGREGATES)."""
 _collecting: ContextVar[Logged | None] = ContextVar("relaxd_logged", default=None)
 
 

@@ -34,7 +34,7 @@ class Plan:
     network: bool = False
     """True if the program may use the network."""
     memory_bytes: int = 4 << 30
-    """Maximum memory of each process (RLIMIT_DATA: without shared memory and mapped files); 0: no limit."""
+    """Maximum memory of each process, in bytes (RLIMIT_DATA: without shared memory and mapped files); 0: no limit."""
     writable: tuple[str, ...] = ()
     """Writable paths besides `own`."""
     own: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class Measure:
     by: str = ""
     """Mechanism that enforces the measure; empty if none does."""
     missing: str = ""
-    """Reason why the measure isn't enforced."""
+    """Reason why the measure isn't enforced; empty if it is."""
 
 
 def enclose(plan: Plan) -> list[Measure]:

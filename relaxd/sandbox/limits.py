@@ -17,7 +17,7 @@ class Limits:
     seconds: float = 3.0
     """Maximum processor seconds per call or job."""
     memory_bytes: int = 512 << 20
-    """Maximum address space."""
+    """Maximum address space, in bytes."""
     output_bytes: int = 1 << 20
     """Maximum bytes that the process may print or return."""
     confine_files: bool = True

@@ -258,7 +258,7 @@ def filter_programs(network: bool) -> None:
 
 
 def _install(denied: Iterable[_Numbers], rules: Iterable[tuple[_Numbers, list[bytes]]], foreign: int) -> None:
-    """Install the filter: it denies the `denied` calls, applies `rules` to theirs, and allows all others.
+    """Install the filter: it denies the `denied` calls, applies each rule to its calls, and allows all others.
 
     `foreign` is the filter's result for calls of another architecture. Raises OSError.
     """

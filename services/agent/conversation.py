@@ -62,7 +62,7 @@ class ConversationTokens:
     def of(cls, history: TokenHistory, published: Sequence[int], hashes: Sequence[str]) -> "ConversationTokens":
         """Copy a history up to its last reply. The tokens include its prompt only if it differs from the published one.
 
-        `hashes`: of the published prompt's media. They are compared too, because different media may have equal tokens.
+        `hashes`: hashes of the published prompt's media, also compared because different media may have equal tokens.
         """
         own, columns, media = list(history.prompt_tokens), history.to_last_reply(), history.media_to_last_reply
         versions = columns["versions"]

@@ -112,7 +112,7 @@ class ModelTurns:
         return self._budget - above - self.history.length
 
     async def add_messages(self, messages: Sequence[Message], media: Sequence[StoredMedia] = ()) -> None:
-        """Append messages of others and their media to the history. Raises CannotContinue."""
+        """Append messages that the model didn't write, and their media, to the history. Raises CannotContinue."""
         await in_thread_if_long(messages, partial(self.history.add_messages, messages, media))
 
     async def write(

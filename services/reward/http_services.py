@@ -145,7 +145,10 @@ class ChatCompletions(_HttpService):
         self._config = config
 
     async def probe(self) -> None:
-        """Request the server's list of models, which it may answer with 404."""
+        """Check that the server answers a request for its list of models, even with 404.
+
+        Raises UnreachableError, MismatchError.
+        """
         limit = aiohttp.ClientTimeout(total=self.probe_seconds)
         try:
             async with self._session.get(f"{self.on}/models", timeout=limit, allow_redirects=False) as answer:
@@ -267,7 +270,7 @@ def _busy(answer: aiohttp.ClientResponse, said: str) -> UnreachableError:
 
 
 def retry_after(value: str | None, now: datetime | None = None) -> float:
-    """Return the seconds in a Retry-After header, given as a number or as a date; 0 if there are none."""
+    """Return the seconds in a Retry-After header, given as a number or as a date; 0 without a valid one."""
     try:
         return max(0.0, float(int(value or 0)))
     except ValueError:

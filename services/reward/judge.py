@@ -117,7 +117,7 @@ class JudgeClient(PatientCaller):
             telemetry.record("judge.seconds", time.monotonic() - begun)
 
     async def close(self) -> None:
-        """End its calls."""
+        """Stop probing, and close the connections to the judge."""
         self.end_probing()
         await self._judges.close()
 

@@ -80,7 +80,7 @@ class RemoteScorer(PatientCaller):
         return outcomes
 
     async def close(self) -> None:
-        """End its calls."""
+        """Stop probing, and close the connections to the service."""
         self.end_probing()
         await self._client.close()
 
@@ -133,7 +133,7 @@ class RemoteTerms:
             remote.forgive()
 
     async def close(self) -> None:
-        """End the calls of the services."""
+        """Close the callers of all services."""
         for remote in self._remote.values():
             await remote.close()
 

@@ -34,7 +34,7 @@ NOT_YET = (
 )
 """Error of a sample whose reward asks the judge, if the judge runs as replicas, which a trial doesn't start."""
 NOT_TRIED = "not tried, because the reward took too long for samples before it"
-"""Error of samples that were left out."""
+"""Error of samples that weren't scored because too many before them were late."""
 
 
 async def try_reward(

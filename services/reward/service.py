@@ -156,7 +156,7 @@ class RewardService(StageReplica):
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Give this process up if the block can't start workers: only a new process may be able to."""
+        """Have this process replaced if the block can't start workers: a new process may be able to."""
         try:
             yield
         except WorkerStartError as error:

@@ -17,7 +17,8 @@ PARAMETERS = "responses_create_params"
 class NemoGymServer(Environment):
     """A session of a resources server, which runs like NeMo Gym's simple_agent.
 
-    Calls of tools go to the server; the first message without a call is verified. Numbers: those of the verification.
+    Calls of tools go to the server; the first message without a call is verified. Numbers: those that the
+    verification returns.
     """
 
     def __init__(self, url: str, *, max_steps: int = 0) -> None:

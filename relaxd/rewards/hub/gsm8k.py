@@ -41,7 +41,7 @@ def _expected(answer: str) -> tuple[str, Decimal]:
 
 
 def _marked(text: str) -> str | None:
-    """Return the number after the last "####" with one, or None if it is the beginning of a formula."""
+    """Return the number after the last "####" that has one; None if a formula begins with that number."""
     end = len(text)
     while (place := text.rfind("####", 0, end)) >= 0:
         if match := _MARKED.match(text, place):

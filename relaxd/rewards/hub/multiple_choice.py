@@ -10,7 +10,7 @@ _STATED = re.compile(
     r"(?i:\banswer\s*+(?:is\s*+:?+|:|=))[\s*_(\[{\"'\u2018\u201c$]*+(?:\\(?:boxed|text|mathrm)\{)*+\(?+"
     r"([A-Za-z])(?![^\W_]|['\u2019-]\w|[+#])(?=([^\n]{0,40}))"
 )
-"""A stated letter and the text after it. Quantifiers are possessive, to avoid backtracking."""
+"""Pattern of a stated letter and the text after it. Quantifiers are possessive, to avoid backtracking."""
 _NO_WORD = re.compile(
     r"[*_)\]}\"'\u2019\u201d$]|[.,;:!?](?!\w)|\s*+$|\s++(?:because|since|as|so|and|but|not|for|due)\b"
 )

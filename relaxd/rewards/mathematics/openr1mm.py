@@ -21,7 +21,7 @@ MAX_LETTERS = 4000
 """Maximum number of last characters of the reply that math-verify parses."""
 _MATH_VERIFY_LOG = logging.getLogger("math_verify")
 _CURRENCY = r"\$"
-"""A dollar sign that doesn't enclose a formula."""
+"""A currency sign in LaTeX: unlike a plain dollar sign, it doesn't enclose a formula."""
 _IN_DOLLARS = re.compile(r"\${1,2}[^$]+\${1,2}")
 _TAGS = ("</think>", "<answer>", "</answer>")
 
@@ -79,7 +79,7 @@ _NAMES = (
     "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "ln", "exp", "pi",
     "infinity",
 )  # fmt: skip
-"""Names of functions and constants, which have a backslash in LaTeX."""
+"""Names of functions and constants, which LaTeX writes with a backslash."""
 _SMALL = frozenset({
     "a", "an", "and", "are", "as", "at", "be", "by", "do", "for", "get", "gets", "has", "he", "hence", "if", "in",
     "is", "it", "its", "just", "me", "my", "no", "not", "of", "on", "one", "or", "our", "out", "she", "so", "the",

@@ -26,7 +26,7 @@ MODEL = "policy"
 _UNIMPORTANT = ("stream", "stream_options")
 """Parameters that change only the form of an answer; ignored in digests."""
 _INSTEAD = "send video and sound through chat completions (video_url, input_audio)"
-"""Advice for media in protocols without parts for them."""
+"""Advice in errors about video and sound, for protocols that can't send them."""
 
 Supported = Mapping[str, tuple[tuple[Any, ...], str]]
 """By parameter: the supported values, and advice for other values. null is always supported."""
