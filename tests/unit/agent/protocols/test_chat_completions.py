@@ -1,4 +1,4 @@
-"""Chat completions: what is read in them, and what is refused by name."""
+"""Chat completions and requests for tokens: what is read in them, and what is refused by name."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from relaxd.envs.environment import ToolCall
 from relaxd.envs.replies import ParsedReply
 from services.agent.chat_requests import AnswerIds, BadRequest, ChatAnswer, SessionMedia, StoredMessages, answer_message
-from services.agent.protocols.chat_completions import CHAT_COMPLETIONS
+from services.agent.protocols.chat_completions import CHAT_COMPLETIONS, read_tokenize_request
 from services.agent.protocols.protocol import read_object
 from tests.kit.cases import each
 
@@ -147,3 +147,27 @@ def test_token_ids_and_logprobs_come_if_they_are_asked_for(asked: dict[str, Any]
         assert (content and [one["logprob"] for one in content]) == (tokens and [-0.5, -0.25])
         assert choice.get("token_ids") == ids
         assert body.get("prompt_token_ids") == (ids and [1, 2])
+
+
+def test_texts_and_messages_to_tokenize_are_read() -> None:
+    assert read_tokenize_request({"prompt": "Hello", "add_special_tokens": True}, SessionMedia()) == "Hello"
+    request = read_tokenize_request({"messages": [USER], "add_generation_prompt": True}, SessionMedia())
+    assert request.messages == [USER]
+
+
+@each(
+    ("asked", "param"),
+    [
+        ({}, "messages"),
+        ({"prompt": ["Hello"]}, "prompt"),
+        ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ({"messages": [USER], "chat_template": "{{ x }}"}, "chat_template"),
+        ({"messages": [USER, {"role": "assistant", "content": "Hi"}]}, "messages"),
+        ({"prompt": "Hello", "return_token_strs": True}, "return_token_strs"),
+    ],
+)
+def test_what_is_not_supported_in_requests_for_tokens_is_refused_by_name(asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest, match=param) as caught:
+        read_tokenize_request(asked, SessionMedia())
+    assert caught.value.param == param
