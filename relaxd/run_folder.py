@@ -301,7 +301,7 @@ def holder_of(folder: Path) -> str | None:
 FORK = "fork.json"
 """Name of the file in a fork's folder that describes the original run."""
 REWARDS = "rewards.jsonl"
-"""New reward columns, one line per group, if the fork has another reward."""
+"""File in a fork's folder with new reward columns, one line per group, if the fork has another reward."""
 EFFECTIVE_SIZE = "policy_drift_ess"
 """Metric of the distance between recorded answers and the policy: 1 for the policy's own answers."""
 COMPARED_METRICS = ("reward_mean", "loss", "grad_norm", "entropy", EFFECTIVE_SIZE, "clip_fraction", "lr")

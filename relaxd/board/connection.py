@@ -158,7 +158,7 @@ class RedisConnection(_Connection):
         return self.run(lambda client: acknowledged(client, commands, **self._waits))
 
     def run(self, operation: Callable[[redis.Redis], T]) -> T:
-        """Run an operation, retrying it with back-off on connection and transient errors (see PASSING)."""
+        """Run an operation, retrying it with back-off on connection and transient errors of Redis."""
         retries = Retries(self.url, self.retry_seconds)
         while True:
             try:
@@ -215,7 +215,7 @@ class AsyncRedisConnection(_Connection):
         return await self.run(lambda client: acknowledged_async(client, commands, **self._waits))
 
     async def run(self, operation: Callable[[redis.asyncio.Redis], Awaitable[T]]) -> T:
-        """Run an operation, retrying it with back-off on connection and transient errors (see PASSING)."""
+        """Run an operation, retrying it with back-off on connection and transient errors of Redis."""
         retries = Retries(self.url, self.retry_seconds)
         while True:
             try:

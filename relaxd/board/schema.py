@@ -45,12 +45,13 @@ class ColumnSpec:
 
 
 ROUTED_EXPERTS = "routed_experts"
-"""Column of runs with rollout.return_routed_experts. The trainer reads it, or writes it into its step files, depending
-on trainer.routing_replay."""
+"""Column of the experts that each token was sent to, in runs with rollout.return_routed_experts. The trainer reads it,
+or writes it into its step files, depending on trainer.routing_replay."""
 CONTINUED = "continued"
-"""Column of runs with rollout.partial.enabled."""
+"""Column of the number of times that each sequence was cut off and continued, in runs with rollout.partial.enabled."""
 OFF_POLICY_TOKENS = "off_policy_tokens"
-"""Column of runs with rollout.partial.mask_off_policy."""
+"""Column of the number of tokens of each sequence that older weights wrote and that aren't trained on, in runs with
+rollout.partial.mask_off_policy."""
 STUDENT_CANDIDATES = "student_candidates"
 """Column of the student's likeliest tokens, which a teacher service scores."""
 RESPONSE_MESSAGES = "response_messages"
@@ -85,47 +86,48 @@ OF_CREDIT: dict[str, tuple[str, ...]] = {
     "sequence": (PLAYER, SEQUENCE_REWARD),
     "step": (PLAYER, MESSAGE_RETURNS),
 }
-"""Columns of a run, by its agent.credit."""
+"""Additional columns of a run for each value of agent.credit."""
 REF_LOGPROBS = "ref_logprobs"
-"""Column of runs with a reference service; otherwise the trainer computes it if necessary."""
+"""Column of log-probs under the reference model. A reference service writes it; without one the trainer computes it if
+necessary."""
 REFERENCE_WEIGHTS = "reference_weights"
-"""Column beside `REF_LOGPROBS` in runs whose reference service adopts the policy's weights."""
+"""Column of the weights that computed `REF_LOGPROBS`, in runs whose reference service adopts the policy's weights."""
 TEACHER_LOGPROBS = "teacher_logprobs"
-"""Column of runs whose advantages or loss use a teacher."""
+"""Column of log-probs under the teacher, in runs whose advantages or loss use one."""
 CANDIDATES = "candidates"
-"""Column of runs whose loss compares several tokens of student and teacher in each place."""
+"""Column of the tokens for which the loss compares student and teacher at each position."""
 TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
-"""Column beside `CANDIDATES`: the teacher's log-probs of them."""
+"""Column of the teacher's log-probs of `CANDIDATES`."""
 TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
-"""Column of runs whose teacher sees more of the prompt than the student."""
+"""Column of the teacher's prompt, in runs whose teacher sees more of it than the student."""
 PROMPT_MEDIA = "prompt_media"
-"""Column of runs whose prompts may have media."""
+"""Column that lists a prompt's media, in runs whose prompts may have some."""
 MEDIA_CONTENTS = "media_contents"
-"""Column of the contents of `PROMPT_MEDIA`."""
+"""Column of the media that `PROMPT_MEDIA` lists, as bytes."""
 OF_MEDIA = (PROMPT_MEDIA, MEDIA_CONTENTS)
 SEQUENCE_MEDIA = "sequence_media"
-"""Column of runs whose conversations may have media."""
+"""Column that lists the media of each sequence, in runs whose conversations may have some."""
 SEQUENCE_CONTENTS = "sequence_contents"
-"""Column of the contents of `SEQUENCE_MEDIA`."""
+"""Column of the media that `SEQUENCE_MEDIA` lists, as bytes."""
 OF_SEQUENCE_MEDIA = (SEQUENCE_MEDIA, SEQUENCE_CONTENTS)
 OLD_LOGPROBS = "old_logprobs"
-"""Column that the trainer computes at a step's beginning: for the loss, if the step has several updates, or for
-advantages that need it."""
+"""Column of log-probs under the weights at the step's beginning. The trainer computes it if the step has several
+updates, or if advantages need it."""
 VALUES = "values"
 """Column of the critic's values, one per token. A critic service writes it, if the run has one; else the trainer's
 critic, if there is one, computes it before a step's first update."""
 CRITIC_STATE = "critic_state"
-"""Column of a critic service's state when it gave `VALUES`."""
+"""Column of the state that a critic service had when it computed `VALUES`."""
 RETURNS = "returns"
 """Column of the values to which the critic is fitted."""
 ADVANTAGES = "advantages"
 """Column of the tokens' weights in the loss."""
 VERSIONS = "versions"
-"""The column with the weight version of every token that the model wrote."""
+"""Column of the weight version of each token that the model wrote."""
 WEIGHT_RECEIPTS = "weight_receipts"
-"""Column of runs whose weights.verify is "always"."""
+"""Column of the digests of the weights that wrote each sample, in runs with weights.verify = "always"."""
 LOSS_MASK = "loss_mask"
-"""Column that separates the model's tokens from others."""
+"""Column of the loss mask: 1 for the model's tokens, 0 for others."""
 
 _ROW = re.compile(r"(\w+) \((\w+), (\w+) \[(.*?)\](, optional)?(, not trained)?\): (.*)")
 _TABLE = """

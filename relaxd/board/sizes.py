@@ -36,7 +36,7 @@ class RedisMemory:
 
 @dataclass(frozen=True)
 class SizeProblem:
-    """A setting that the sizes of a run may exceed."""
+    """A limit that the run's sizes may exceed, with the setting that has it."""
 
     setting: str
     message: str

@@ -94,7 +94,7 @@ Process: TypeAlias = Callable[[Delivery, dict[str, Column]], Result | Future[Res
 
 @dataclass(frozen=True)
 class _Finished:
-    """The outcome of a group."""
+    """A group whose work has ended, to be committed, dropped or nacked."""
 
     group_id: str
     outcome: Result | BaseException

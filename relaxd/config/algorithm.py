@@ -29,7 +29,7 @@ class DrGRPOConfig(ClippedConfig):
     name: Literal["dr_grpo"] = "dr_grpo"
     """Chooses the algorithm."""
     loss_aggregation: Aggregation = "constant_length"
-    """As in the other algorithms; the paper divides by a constant."""
+    """Mean over tokens, as in the other algorithms; the paper divides by a constant."""
 
     @property
     def min_samples(self) -> int:
@@ -56,7 +56,7 @@ class GSPOConfig(NormalizedConfig, ClippedConfig):
     clip_high: float = Field(default=4e-4, gt=0)
     """A sequence's ratio is clipped above at 1 + clip_high."""
     loss_aggregation: Aggregation = "sample_mean"
-    """As in the other algorithms; the paper takes the mean over samples."""
+    """Mean over tokens, as in the other algorithms; the paper takes the mean over samples."""
 
 
 class SAPOConfig(NormalizedConfig, RatioConfig):
@@ -69,7 +69,7 @@ class SAPOConfig(NormalizedConfig, RatioConfig):
     tau_negative: float = Field(default=1.05, gt=0)
     """Steepness of the gate for tokens with a negative advantage: they are cut off sooner."""
     loss_aggregation: Aggregation = "sample_mean"
-    """As in the other algorithms; the paper takes the mean over each sample's tokens, then over samples."""
+    """Mean over tokens, as in the other algorithms; the paper takes each sample's mean, then the mean over samples."""
 
 
 class CISPOConfig(NormalizedConfig, RatioConfig):
@@ -96,7 +96,8 @@ class RLOOConfig(PolicyGradientConfig):
 
     @property
     def on_policy_only(self) -> str:
-        """Reason, unless a correction compensates for older weights: the loss has no ratio that would."""
+        """Reason why samples must come from the newest weights: the loss has no ratio to an old policy. Empty with a
+        correction."""
         return "" if self.correction != "none" else 'it has no ratio to an old policy; or set correction = "tis"'
 
 
@@ -137,7 +138,7 @@ class OPDConfig(NormalizedConfig, ClippedConfig):
     reward_coef: float = Field(default=0.0, ge=0)
     """Weight of the rewards' advantages, which are GRPO's. 0: distillation only; rewards are still reported."""
     distill_coef: float = Field(default=1.0, ge=0)
-    """As in the other algorithms."""
+    """Weight of the teacher in the advantages, as in the other algorithms."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal. They still have a gradient, which comes from the teacher."""
 

@@ -96,7 +96,7 @@ class ReasoningGymConfig(Section):
     settings: dict[str, Any] = Field(default_factory=dict)
     """The task's own settings, named as in its configuration class, such as max_word_len = 5."""
     size: int = Field(default=2000, ge=1)
-    """Training prompts. They are generated when the run starts; most tasks generate thousands a second, some a few."""
+    """Number of training prompts, generated when the run starts: thousands a second in most tasks, a few in some."""
     held_out: int = Field(default=200, ge=0)
     """Number of held-out prompts for evaluation, none of which is trained on."""
     seed: int = Field(default=0, ge=0)

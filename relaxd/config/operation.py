@@ -33,7 +33,7 @@ class BoardConfig(Section):
     oversample: float = Field(default=1.0, ge=1.0)
     """Publish this many times the groups that a step needs."""
     lease_seconds: float = Field(default=30.0, gt=0)
-    """Redeliver a group whose holder has not renewed its lease for this long."""
+    """Seconds after which a group is redelivered if its holder has not renewed the lease."""
     max_deliveries: int = Field(default=5, ge=1)
     """Maximum deliveries of a group to a stage. A group that exceeds it is poison: dropped, counted, recorded for
     inspection."""
@@ -130,11 +130,11 @@ class WeightsConfig(Section):
     """Ports on which the trainer's ranks and the weight group meet, such as "29500-29599"; empty: any free ones. gloo
     and NCCL choose the ports of the connections between ranks themselves (docs/deploy.md)."""
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Size of the buckets for sending tensors: one is sent while the next is gathered."""
+    """Bytes of a bucket of tensors: one bucket is sent while the next is gathered."""
     timeout_seconds: float = Field(default=30.0, gt=0)
     """Abort a broadcast that takes longer, in seconds, and repeat it without the late engines."""
     connect_timeout_seconds: float = Field(default=10.0, gt=0)
-    """Deadline for connecting a weight group."""
+    """Deadline for connecting a weight group, in seconds."""
     verify: Literal["first", "always", "never"] = "first"
     """Compare a checksum of every tensor between trainer and engine: at an engine's first synchronisation with a
     trainer, always or never. An engine whose values differ does not serve and is synchronised again. With always,
@@ -194,7 +194,8 @@ class RehearsalConfig(Section):
     tool_seconds: float = Field(default=1.0, ge=0)
     """Median seconds in which the environment, or a program's tool, answers a message."""
     observation_tokens: int = Field(default=200, ge=1)
-    """Approximate tokens of such an answer; if conversations may have media, of an image, a video or a sound."""
+    """Approximate tokens of an answer of the environment or a tool; in runs whose conversations may have media, of an
+    image, a video or a sound."""
     tokens_per_second: float = Field(default=3000.0, gt=0)
     """Tokens per second that one rollout replica generates when it has many samples in progress."""
     sample_tokens_per_second: float = Field(default=60.0, gt=0)
@@ -211,13 +212,13 @@ class RehearsalConfig(Section):
     moe_layers: int = Field(default=0, ge=0)
     """Number of layers with experts, for rollout.return_routed_experts and trainer.routing_replay."""
     experts_per_token: int = Field(default=0, ge=0)
-    """Number of experts that a token is sent to in each of these layers."""
+    """Number of experts per token in each layer with experts."""
     reward_seconds: float = Field(default=0.0, ge=0)
     """Seconds that the reward of a sample takes."""
     success: float = Field(default=0.5, ge=0, le=1)
     """Share of samples with reward 1; all others get 0."""
     redis_bytes: int = Field(default=64 << 30, ge=1 << 20)
-    """Memory of the Redis that the run will have (its maxmemory)."""
+    """Bytes of memory (maxmemory) of the Redis that the real run will have."""
 
     @property
     def experts(self) -> tuple[int, int]:

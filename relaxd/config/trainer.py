@@ -251,7 +251,7 @@ class TrainerConfig(Section):
     threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0 divides all cores among the ranks."""
     collective_timeout_seconds: float = Field(default=120.0, gt=0)
-    """Deadline of each collective in training. It does not cover reading and writing files."""
+    """Deadline of each collective in training, in seconds. It does not cover reading and writing files."""
     disk_stall_seconds: float = Field(default=300.0, gt=0)
     """Seconds without progress, while ranks wait for each other's file I/O, after which a rank fails the trainer."""
     max_skipped_updates: int = Field(default=8, ge=0)

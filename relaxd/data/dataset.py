@@ -112,7 +112,7 @@ class MediaChanges:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Go on without the file."""
+        """Log that the file can't be used, and compare without it."""
         logger.warning(
             "%s can't be used, so media that change while the coordinator is down aren't found: %s", self._path, error
         )

@@ -38,7 +38,7 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """Pixel normalisation of Qwen2VLImageProcessor, used if its settings have none."""
 BICUBIC = 3
-"""Pillow's number of bicubic interpolation."""
+"""Pillow's constant for bicubic interpolation."""
 VIDEO_DEFAULTS: dict[str, Any] = {
     "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
     "fps": 2,
@@ -328,7 +328,7 @@ def _read_each(
 KEPT = 48
 """Maximum number of prompts whose media are kept or in progress: about the current batch and the next two."""
 THREADS = min(4, os.cpu_count() or 1)
-"""Number of threads. Decoding, resizing and PNG release Python's lock."""
+"""Number of threads that convert upcoming media. Decoding, resizing and PNG release Python's lock."""
 DEADLINE_SECONDS = 300
 """Maximum seconds until a prompt's media are ready: a disk may hang, and slow items may be fetched one by one."""
 

@@ -42,7 +42,7 @@ def chunk_layers(layers: int, stages: int, chosen: Sequence[int] = (), chunks: i
 
 @dataclass(frozen=True)
 class ContextDivision:
-    """The division of attention among the context-parallel ranks of a tensor-parallel rank's heads."""
+    """Division of attention among context-parallel ranks, for the heads of one tensor-parallel rank."""
 
     exchanging: int
     """Number of ranks per group. They exchange tokens for heads, so each attends with some heads over all the group's

@@ -111,7 +111,7 @@ class Child:
         self._folder = folder
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[ChildExit] = self._loop.create_future()
-        """Done as soon as the child has exited."""
+        """Future of the child's exit."""
         self._connected: asyncio.Future[None] = self._loop.create_future()
         self._filter_output = filter_output
         self._last_lines: deque[str] = deque(maxlen=OUTPUT_LINES)

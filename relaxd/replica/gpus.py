@@ -21,7 +21,7 @@ from relaxd.v1.coordinator_pb2 import LeaseGpusRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 CALL_SECONDS = 5.0
-"""Deadline of a LeaseGpus call."""
+"""Deadline of a LeaseGpus call, in seconds."""
 RETRY_SECONDS = 1.0
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Status codes that are retried: the coordinator is away, or the GPUs' holder has just ended."""

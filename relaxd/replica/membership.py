@@ -15,7 +15,7 @@ from relaxd.v1.replica_pb2 import ReplicaStatus
 from relaxd.waiting import waiting
 
 CALL_SECONDS = 5.0
-"""Deadline of a registration or a heartbeat."""
+"""Deadline of a registration or a heartbeat, in seconds."""
 RETRY_SECONDS = 0.5
 """Seconds between two attempts while the coordinator is away."""
 STARTING_SECONDS = 10.0

@@ -29,7 +29,7 @@ FIRST_SECONDS = 5.0
 """Maximum seconds to wait for the coordinator's first list of replicas."""
 WATCH_SECONDS = 60.0
 WATCH_GRACE_SECONDS = 15.0
-"""Seconds beyond WATCH_SECONDS until a watch's deadline."""
+"""Seconds that a watch's deadline is later than WATCH_SECONDS."""
 CLOSE_SECONDS = 5.0
 PAUSE = Backoff(first_seconds=0.2, max_seconds=5.0)
 """Pauses between two watches while the coordinator is away."""

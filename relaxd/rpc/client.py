@@ -230,7 +230,7 @@ class _SyncInterceptor(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds deadline and metadata to calls of threads, without spans: its users are tools, outside of any trace."""
+    """Adds deadline and metadata to calls of threads. Makes no spans, because only tools outside of traces use it."""
 
     def __init__(self, metadata: MakeMetadata) -> None:
         self._metadata = metadata

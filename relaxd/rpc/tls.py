@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 PROBE_SECONDS = 1.0
-"""Deadline of the diagnosis of a failed connection."""
+"""Deadline for diagnosing a failed connection, in seconds."""
 
 _log = logging.getLogger(__name__)
 

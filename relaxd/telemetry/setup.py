@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 FLUSH_MILLISECONDS = 2000
-"""Limit of the final export at the end of a process, for traces, metrics and logs each."""
+"""Maximum milliseconds of the final export when a process ends, for traces, metrics and logs each."""
 EXPORT_SECONDS = 5.0
 """Maximum seconds of one export, so that an unavailable collector doesn't delay the end of the process."""
 

@@ -269,7 +269,7 @@ class Curriculum:
         }
 
     def describe(self) -> list[str]:
-        """Return lines for people; none if the curriculum doesn't choose."""
+        """Return a summary as lines of text; [] if the curriculum doesn't choose prompts."""
         if not self._config.chooses:
             return []
         lines = summary(self.record)
