@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaxd.report.traces import read_group_trace
+from relaxd.cli.reading.logs_command import read_group_trace
 from relaxd.run_folder import answers_file
 from services.trainer.batch.groups import TrainGroup, bounds_of
 from services.trainer.batch.step_plan import read_step_file, step_file_path

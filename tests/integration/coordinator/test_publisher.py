@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from PIL import Image
 
 from relaxd.board import AsyncBoard, NewGroup, worst_bytes
+from relaxd.cli.reading.logs_command import read_group_trace
 from relaxd.config import RunConfig
 from relaxd.data.curriculum.run_curriculum import Curriculum
 from relaxd.data.dataset import PromptDataset, RunData, load_data
@@ -25,7 +26,6 @@ from relaxd.data.vision import PromptHostAway
 from relaxd.media import fetching
 from relaxd.media.sources import data_uri
 from relaxd.reasons import DropReason
-from relaxd.report.traces import read_group_trace
 from relaxd.telemetry import spans
 from relaxd.telemetry.exporters import TraceFiles
 from relaxd.waiting import Backoff, waits

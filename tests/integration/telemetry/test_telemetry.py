@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from relaxd.cli.main import app
-from relaxd.report.traces import read_group_trace
+from relaxd.cli.reading.logs_command import read_group_trace
 from tests.kit.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
 from tests.kit.processes import run_python
 from tests.kit.run_folders import write_run

@@ -6,10 +6,9 @@ import pytest
 from rich.console import Console
 
 from relaxd.cli.reading.live_view import samples_table
-from relaxd.cli.reading.logs_command import trace_table
+from relaxd.cli.reading.logs_command import GroupTrace, TracedSpan, trace_table
 from relaxd.cli.reading.run_tables import SHOWN_METRICS, _runs_table, metrics_tables, results_table
 from relaxd.report.run_result import set_rows
-from relaxd.report.traces import GroupTrace, TracedSpan
 from relaxd.v1 import coordinator_pb2 as pb
 
 WIDTHS = pytest.mark.parametrize("width", [80, 100, 120])

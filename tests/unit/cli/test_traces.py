@@ -1,6 +1,6 @@
 """The rows of a timeline: spans that overlap are in different ones."""
 
-from relaxd.report.traces import TracedSpan, chrome_timeline
+from relaxd.cli.reading.logs_command import TracedSpan, chrome_timeline
 
 
 def span(name: str, start: int, end: int, trace: str = "a", instance: str = "rollout-1") -> TracedSpan:
