@@ -36,7 +36,7 @@ from relaxd.config.load_toml import ConfigError, load_recorded
 from relaxd.config.write_toml import dump
 from relaxd.data.prompt_files import is_hub_path
 from relaxd.data.templating import with_template_texts
-from relaxd.evaluation.scored_answers import shown_name
+from relaxd.evaluation.estimates import shown_name
 from relaxd.local import compose, stack
 from relaxd.local.placement import machine_problems, placed_replicas
 from relaxd.local.stack import open_client, why_silent

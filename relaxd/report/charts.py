@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from relaxd.evaluation.scored_answers import is_end
+from relaxd.evaluation.estimates import is_end
 from relaxd.report.step_times import GROUP, PER_REPLICA, SHARES, TRAINER, Breakdown, part_seconds, replica_values
 from relaxd.run_folder import COMPARED_METRICS, OF_ORIGINAL
 from relaxd.telemetry.metrics import METRICS

@@ -15,7 +15,7 @@ from relaxd.alerts.rules import RuleAlarm, RuleWatch, parse_rule
 from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.write_toml import dump_changes
-from relaxd.evaluation.scored_answers import is_end, is_estimate, shown_name
+from relaxd.evaluation.estimates import is_end, is_estimate, shown_name
 from relaxd.logprob_gap import GapAlarm, GapWatch
 from relaxd.run_folder import (
     CODE,

@@ -21,8 +21,7 @@ from relaxd.client import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load_toml import ConfigError, Problem
 from relaxd.data.dataset import Prompt, PromptDataset, load_data, load_evaluation
-from relaxd.evaluation.estimates import vote_of
-from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
+from relaxd.evaluation.estimates import ScoredAnswer, summarise_set, vote_of
 from relaxd.evaluation.set_checks import context_problems, set_problems
 from relaxd.evaluation.sets import TRAINING, ResolvedSet, sets_of, training_set, unknown_set
 from relaxd.local.programs import ROLLOUT_OFFLINE, stream_program

@@ -14,8 +14,7 @@ import grpc
 
 from relaxd.data.dataset import Prompt, PromptDataset, RunData
 from relaxd.data.vision import THREADS
-from relaxd.evaluation.estimates import vote_of
-from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
+from relaxd.evaluation.estimates import ScoredAnswer, summarise_set, vote_of
 from relaxd.evaluation.sets import ResolvedSet, sets_of
 from relaxd.media.messages import text_message, to_proto
 from relaxd.models import DataError

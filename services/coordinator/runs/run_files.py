@@ -25,7 +25,7 @@ from relaxd.board.committed_steps import CommittedSteps, ReadLedger
 from relaxd.board.types import GroupOutcome
 from relaxd.config import RunConfig
 from relaxd.config.write_toml import dump
-from relaxd.evaluation.scored_answers import is_estimate
+from relaxd.evaluation.estimates import is_estimate
 from relaxd.run_folder import (
     CODE,
     CONFIG,

@@ -7,8 +7,7 @@ from itertools import combinations
 import pytest
 
 from relaxd.config.load_toml import load
-from relaxd.evaluation.estimates import Z95, interval, maj_at_k, pass_at_k, vote_of
-from relaxd.evaluation.scored_answers import ScoredAnswer, summarise_set
+from relaxd.evaluation.estimates import Z95, ScoredAnswer, interval, maj_at_k, pass_at_k, summarise_set, vote_of
 from relaxd.evaluation.sets import sets_of
 from tests.kit.cases import each
 
