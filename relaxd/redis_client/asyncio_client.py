@@ -47,7 +47,6 @@ class _Packed(redis.asyncio.connection.AbstractConnection):
         self._packer = packer
 
     def pack_command(self, *arguments: Any) -> list[Any]:
-        """Pack a command."""
         return super().pack_command(*arguments) if self._packer is None else self._packer.pack(*arguments)
 
     def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[Any]:
@@ -116,7 +115,7 @@ class AsyncFoundConnection(PackedConnection):
 
 
 class AsyncOwnerConnection(AsyncFoundConnection):
-    """A connection to the node that owns a slot; see OwnerConnection."""
+    """Asyncio version of OwnerConnection, a connection to the node that owns a slot."""
 
     _lookup: OwnerLookup
 
@@ -127,7 +126,6 @@ class AsyncOwnerConnection(AsyncFoundConnection):
         await self.read_response()
 
     async def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """Read a reply; see redis.asyncio.Connection."""
         try:
             return await super().read_response(*arguments, **settings)
         except ELSEWHERE as error:
@@ -140,7 +138,7 @@ class AsyncOwnerTlsConnection(AsyncOwnerConnection, redis.asyncio.SSLConnection)
 
 
 class AsyncPrimaryConnection(AsyncFoundConnection):
-    """A connection to the primary; see PrimaryConnection."""
+    """Asyncio version of PrimaryConnection, a connection to the primary."""
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
         """Log in, and check that the server is a primary."""
@@ -149,7 +147,6 @@ class AsyncPrimaryConnection(AsyncFoundConnection):
         check_primary(self, self._lookup, await self.read_response())
 
     async def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """Read a reply; see redis.asyncio.Connection."""
         try:
             return await super().read_response(*arguments, **settings)
         except redis.ReadOnlyError as error:
@@ -203,7 +200,7 @@ async def acknowledged_async(
 async def read_async(
     client: redis.asyncio.Redis, commands: Sequence[tuple[Any, ...]], *, atomic: bool = False
 ) -> list[Any]:
-    """Send commands in one round trip and return their replies; see `read`."""
+    """Send commands in one round trip and return their replies. Raises the first error among them."""
     async with client.pipeline(transaction=atomic) as pipe:
         for command in commands:
             pipe.execute_command(*command)

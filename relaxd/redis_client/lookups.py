@@ -252,7 +252,6 @@ class PrimaryConnection(FoundConnection):
         check_primary(self, self._lookup, self.read_response())
 
     def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """Read a reply; see redis.Connection."""
         try:
             return super().read_response(*arguments, **settings)
         except redis.ReadOnlyError as error:
@@ -342,7 +341,6 @@ class OwnerConnection(FoundConnection):
         self.read_response()
 
     def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """Read a reply; see redis.Connection."""
         try:
             return super().read_response(*arguments, **settings)
         except ELSEWHERE as error:
