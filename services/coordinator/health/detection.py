@@ -17,10 +17,6 @@ SENDER_PATIENCE = 3
 HandoffFailureOf = Callable[[Replica], tuple[HandoffFailure, bool] | None]
 
 
-def no_handoff(replica: Replica) -> None:
-    """Return None: in a run without turns no replica has a failed handoff."""
-
-
 @dataclass(frozen=True)
 class HealthIssue:
     """A problem of a replica."""
@@ -58,7 +54,7 @@ class HealthSignals:
         sync_failures: Callable[[Replica], int],
         sync_refusal: Callable[[Replica], str] = lambda replica: "",
         sync_error: Callable[[], str] = lambda: "",
-        handoff_failure: HandoffFailureOf = no_handoff,
+        handoff_failure: HandoffFailureOf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`sync_failures` returns the number of consecutive weight synchronisations that failed because of a replica;
@@ -66,7 +62,7 @@ class HealthSignals:
         synchronisation's error.
 
         `handoff_failure` returns a colocated replica's failed GPU handoff, and True if it has lasted long enough to
-        restart the replica. `clock` is the registry's.
+        restart the replica; None in a run without turns. `clock` is the registry's.
         """
         self._config = config
         self._clock = clock
@@ -123,7 +119,7 @@ class HealthSignals:
 
     def _handoff_issue(self, replica: Replica) -> HealthIssue | None:
         """Return the problem of failed GPU handoffs, if any."""
-        failure = self._handoff_failure(replica)
+        failure = self._handoff_failure(replica) if self._handoff_failure is not None else None
         return None if failure is None else HealthIssue(str(failure[0]), due=failure[1])
 
     def _progress_issue(self, replica: Replica, watch: _Watch, now: float) -> HealthIssue | None:

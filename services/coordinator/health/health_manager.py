@@ -22,7 +22,7 @@ from relaxd.waiting import steady_time
 from services.coordinator.fleet.checkpoints import save_checkpoint
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.run_fleet import RunContext
-from services.coordinator.health.detection import HealthSignals, no_handoff
+from services.coordinator.health.detection import HealthSignals
 from services.coordinator.health.policy import HealthPolicy, HealthUpdate, RestartMode, RestartOrder, RoleSigns
 from services.coordinator.state.records import Health, HealthRecord, Phase, RoleFailure, RunRecord
 from services.coordinator.state.store import StoreUnavailable
@@ -128,7 +128,7 @@ class HealthManager:
             sync_failures=sync.failures,
             sync_refusal=sync.refusal,
             sync_error=lambda: sync.last_failure,
-            handoff_failure=handoff.failure if handoff is not None else no_handoff,
+            handoff_failure=handoff.failure if handoff is not None else None,
         )
         self._policy = HealthPolicy(
             context.run_id,
