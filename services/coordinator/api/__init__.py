@@ -1,1 +1,1 @@
-"""The gRPC API of the coordinator. Holds no state."""
+"""The gRPC API of the coordinator, and the streams of changes that clients watch."""

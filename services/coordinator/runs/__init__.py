@@ -1,1 +1,1 @@
-"""Runs: start, restore, drive, evaluate, export, delete, watch."""
+"""Runs: start, restore, drive, evaluate, export, delete."""
