@@ -116,7 +116,7 @@ class _Connection:
         retry_seconds: float,
         **own: Any,
     ) -> None:
-        """`tag`: the run, whose keys are in one slot of a cluster. `own`: settings of one kind of client."""
+        """`tag`: hash tag of the run's keys, which selects a cluster's node. `own`: further settings for `connect`."""
         self.url = url
         self.retry_seconds = retry_seconds
         self.timeout_seconds = timeout_seconds

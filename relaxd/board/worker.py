@@ -1,5 +1,7 @@
-"""The board's two classes, for threads and for an event loop, and the worker of a stage, which takes groups, processes
-several at once, renews holds, and commits in batches."""
+"""Board (blocking), AsyncBoard (asyncio), and StageWorker.
+
+A stage's worker takes groups, processes several at once, renews its holds, and commits in batches.
+"""
 
 import logging
 import queue

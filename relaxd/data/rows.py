@@ -121,7 +121,7 @@ class JoinedRows:
 
 
 def file_content(path: Path) -> Iterator[bytes]:
-    """Yield a whole file. Raises OSError."""
+    """Yield a file's bytes in chunks. Raises OSError."""
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             yield chunk

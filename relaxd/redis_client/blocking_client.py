@@ -1,6 +1,4 @@
-"""Blocking clients of a Redis by its URL, the errors after which they try again, and writes that count only once
-replicas have them.
-"""
+"""Blocking Redis clients, the errors after which they retry, and writes that wait for Redis's replicas."""
 
 import logging
 from collections.abc import Sequence

@@ -202,7 +202,7 @@ STEP_COLUMNS = (
 INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Zs")
 """Unicode categories of invisible characters."""
 TEXTS = ("prompt", "response", "answer")
-"""Fields of samples that may be long and blank."""
+"""Text fields of samples, which `shown_text` prepares for display."""
 
 
 def report_data(result: RunResult) -> dict[str, Any]:

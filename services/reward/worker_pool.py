@@ -148,12 +148,15 @@ class WorkerPool:
         secret_files: Sequence[str] = (),
         told: Told = ignore,
     ) -> None:
-        """Make a pool of `workers` processes, which start when they are first needed.
+        """Make a pool without starting a process.
 
-        `config` is the run's reward. Workers get its variables of this process's environment besides those that every
-        worker gets. `ask` forwards their questions to the judge. `others` are further rewards with settings, by the
-        names that `load` and `score` accept. `secret_files` can't be opened in workers. `told` receives rewards'
-        messages to people.
+        Args:
+            workers: number of processes. Each starts when it is first needed.
+            config: the run's reward; its `environment` names variables that workers inherit in addition to the usual.
+            ask: forwards the workers' questions to the judge.
+            others: further rewards, by the names that `load` and `score` accept.
+            secret_files: files that workers can't open.
+            told: called with the messages that rewards write for users.
 
         Raises MissingVariableError, MissingPathError.
         """

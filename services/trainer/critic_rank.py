@@ -345,7 +345,10 @@ class Follower:
         return {"step": learner.step, "metrics": learner.metrics}
 
     def _train_next(self) -> bool:
-        """Train on the next step if it is committed. Return False if the caller may compute values."""
+        """Train on the next step if it is committed.
+
+        Returns False if it isn't, so that the caller can compute values; True while the board is unavailable.
+        """
         self.checkpoints.complete_if_written()
         try:
             problem = self._problem_of_ledger()

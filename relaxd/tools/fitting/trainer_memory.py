@@ -216,7 +216,7 @@ def trainer_stage(
 
 
 def critic_stage(model: TrainedModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int) -> Bytes:
-    """Return the peak memory of tensors on a rank of a critic's replica."""
+    """Return the peak memory of tensors on one rank of a critic replica."""
     state = weights_and_state(model, layout, stage, batch.element)
     own = {name.removeprefix(f"{model.name} "): size for name, size in state.items()}
     if layout.shard_gradients and (buckets := buckets_in_memory(model.shape, layout, stage, critic=True)):
@@ -225,7 +225,7 @@ def critic_stage(model: TrainedModelShape, layout: Layout, stage: int, batch: Mi
 
 
 def frozen_stage(shapes: Sequence[ModelShape], layout: Layout, stage: int, batch: MicroBatch) -> Bytes:
-    """Return the memory of a rank of a frozen model's replica, all of its models together."""
+    """Return the memory of one rank of a replica that serves frozen models: the weights of all, and the work space."""
     return {
         "weights": sum(stage_parameters(shape, layout, stage).all for shape in shapes) * batch.element,
         "work space": max(forward_work(shape, layout, batch) for shape in shapes),

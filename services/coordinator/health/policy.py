@@ -80,11 +80,11 @@ class HealthUpdate:
         return [event for event in self.events if event.number > last]
 
     def result(self) -> HealthRecord:
-        """Return the changed record."""
+        """Return a new record with the changes. Of the events it keeps only the newest."""
         return HealthRecord(replicas=self.replicas, roles=self.roles, events=tuple(self.events[-KEPT_EVENTS:]))
 
     def set_replica(self, one: ReplicaHealth, **changes: Any) -> ReplicaHealth:
-        """Update a replica."""
+        """Change fields of a replica's health in the draft. A new state also sets the time at which it began."""
         if changes.get("state", one.state) != one.state:
             changes.setdefault("since", self.now)
             if changes["state"] in DOWN and one.state not in DOWN:
@@ -93,7 +93,7 @@ class HealthUpdate:
         return changed
 
     def set_role(self, role: RoleHealth, **changes: Any) -> RoleHealth:
-        """Update a role."""
+        """Change fields of a role's health in the draft. A new state also sets the time at which it began."""
         if changes.get("state", role.state) != role.state:
             changes.setdefault("since", self.now)
         self.roles[role.role] = changed = role.model_copy(update=changes)
@@ -254,7 +254,7 @@ class HealthPolicy:
         return draft.set_replica(one, **changes, state=Health.RESTARTING, since=draft.now, reason=text)
 
     def _check(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> None:
-        """Update a registered replica."""
+        """Update a registered replica's health from its reports; restart it or give it up if necessary."""
         issue = self._signs.issue(replica)
         if replica.status.state == REPLICA_STATE_FAILED and replica.status.detail != one.failure:
             one = draft.set_replica(one, failure=replica.status.detail)
@@ -310,7 +310,7 @@ class HealthPolicy:
             draft.set_replica(one, state=state, reason=reason)
 
     def _on_lost(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
-        """Update a replica whose lease has ended."""
+        """Restart a replica whose lease has ended, or give it up."""
         if one.state in DOWN:
             self._await_return(draft, one)
             return
@@ -327,7 +327,7 @@ class HealthPolicy:
             draft.restart(one, f"its heartbeats stopped{last}", RestartMode.PROBE)
 
     def _await_return(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
-        """Update a replica whose next process has not registered yet."""
+        """Restart a replica again, or give it up, if its next process has not registered in time."""
         waited = draft.now - one.since
         if one.state == Health.FAILED:
             if self._may_retry(draft, one) and one.supervised:
@@ -387,7 +387,7 @@ class RoleReconciler:
         self._last_hope.clear()
 
     def update(self, draft: HealthUpdate, role: str, live: Mapping[str, Replica], signs: RoleSigns) -> None:
-        """Update the draft for a role; `live`: its registered replicas, by instance."""
+        """Add the decisions about a role to the draft; `live`: its registered replicas, by instance."""
         one = draft.roles.get(role) or draft.set_role(RoleHealth(role=role, since=draft.now))
         places = [replica for replica in draft.replicas.values() if replica.role == role]
         if role not in signs.missing:

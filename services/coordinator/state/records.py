@@ -227,9 +227,9 @@ class RoleHealth(Record):
     since: float = 0.0
     """Unix time at which this state began."""
     rebuilds: int = 0
-    """Number of rebuilds since the last committed step."""
+    """Number of rebuilds (restarts of all the role's replicas) since the last committed step."""
     rebuilt_at_step: int = 0
-    """Last committed step at the start of the last rebuild."""
+    """Number of the run's last committed step when the role's last rebuild began."""
     pause: str = ""
     """Reason of the run's pause for a rebuild. A coordinator ends the pause only if the run's reason is the same."""
 

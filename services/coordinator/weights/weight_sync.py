@@ -138,7 +138,7 @@ before they start work."""
 IDLE_SECONDS = 0.5
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
 QUIET_FAILURES = 4
-"""Number of consecutive attempts that may fail without being counted because the trainer has newer weights."""
+"""Maximum consecutive failed attempts that don't count as failures, if the trainer already has newer weights."""
 
 
 class WeightSync:

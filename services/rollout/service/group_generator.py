@@ -95,7 +95,7 @@ KEEP_SECONDS = 15.0
 PAUSE_POLL_SECONDS = 0.02
 """Seconds between two checks for the end of a pause."""
 REPORTS_PER_SAVE = 8
-"""Number of reports of a sample's tokens per rollout.partial.save_tokens tokens."""
+"""Number of times that an engine reports a sample's new tokens between two saves (rollout.partial.save_tokens)."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class PackedMicroBatch:
     """
 
     tokens: NDArray[np.int64]
-    """int64 [T]."""
+    """int64 [T]: token ids."""
     positions: NDArray[np.int64] | NDArray[np.float32]
     """int64 [T]: position of each token in its sequence. With media float32 [3, T]: by time, row and column."""
     cu_seqlens: NDArray[np.int32]
@@ -123,17 +123,17 @@ class PackedMicroBatch:
     previous: NDArray[np.int64]
     """int64 [T]: index of the previous token in the sequence, which predicts this one; -1 for the first."""
     loss_mask: NDArray[np.uint8]
-    """uint8 [T]."""
+    """uint8 [T]: 1 for tokens to train on."""
     columns: Mapping[str, NDArray[Any]]
-    """float32 [T] each; candidates' columns [T, k], with int32 ids."""
+    """float32 [T] each: columns that the loss reads. Columns of candidates are [T, k], with int32 ids."""
     weight: NDArray[np.float32]
-    """float32 [T]."""
+    """float32 [T]: aggregation weight of each token."""
     logprobs_comparable: NDArray[np.uint8]
-    """uint8 [T]."""
+    """uint8 [T]: 1 for trained tokens whose log-prob is comparable with the engine's."""
     temperature: NDArray[np.float32]
-    """float32 [T]."""
+    """float32 [T]: sampling temperature of each token's sequence."""
     experts: NDArray[np.int16] | None = None
-    """int16 [T, layers, top_k]; see `TrainSequence`."""
+    """int16 [T, layers, top_k]: experts that the routers must use, as in `TrainSequence`."""
     media: PackedMedia | None = None
     """Media of its sequences, if there are any."""
 

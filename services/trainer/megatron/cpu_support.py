@@ -85,7 +85,7 @@ class Stream:
         return self
 
     def query(self) -> bool:
-        """Return True: the work is done."""
+        """Return True: on CPU, all operations of the stream have completed."""
         return True
 
 

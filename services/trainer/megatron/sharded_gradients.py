@@ -244,7 +244,7 @@ class GradientBucket:
             parameter.main_grad = self.shard[part]
 
     def reset(self) -> None:
-        """Zero the shard, and return to whole gradients without memory."""
+        """Zero the shard, free the whole gradients' memory, and make each `main_grad` a view of them again."""
         self._release()
         self.shard.zero_()
         for parameter, view in self._views.items():

@@ -36,7 +36,7 @@ class Replicated:
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the first rank's parameter."""
+        """Return the first rank's parameter, which is the same on all ranks."""
         return [shards[0]]
 
 
@@ -50,7 +50,7 @@ class ShardedColumns:
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return all columns."""
+        """Return the whole matrix: the columns of all ranks side by side."""
         return [shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim=1)]
 
 
@@ -193,13 +193,13 @@ GATED_QKV = _qkv("query+query")
 QK_NORM = tuple(
     layer_rule(f"self_attention.{x}_layernorm.weight", Replicated, {f"self_attn.{x}_norm.weight": "head"}) for x in "qk"
 )
-"""Rules of the norms of queries and keys."""
+"""Rules of the query and key norms."""
 QKV_BIAS = layer_rule(
     "self_attention.linear_qkv.bias",
     QueryKeyValueBias,
     {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"},
 )
-"""Rule of the biases of queries, keys and values."""
+"""Rule of the fused bias of the query, key and value projections."""
 OUTPUT = layer_rule("self_attention.linear_proj.weight", ShardedColumns, {"self_attn.o_proj.weight": "hidden query"})
 """Rule of attention's output projection."""
 OUTPUT_BIAS = layer_rule("self_attention.linear_proj.bias", Replicated, {"self_attn.o_proj.bias": "hidden"})

@@ -116,7 +116,7 @@ class Rank(Protocol):
         """Do the rank's part of a broadcast. Raises RpcError."""
 
     async def leave(self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, *, timeout: float) -> None:
-        """Leave a group. Raises RpcError."""
+        """Leave a weight group. Raises RpcError."""
 
 
 RankEvent = Callable[[Rank, rank_pb2.WorkResponse], None]
@@ -138,7 +138,7 @@ class RankSet(Protocol):
         """Start every rank. Return once they have loaded their code. Raises ChildError."""
 
     def work(self, request: rank_pb2.WorkRequest) -> None:
-        """Have every rank work."""
+        """Start the work of every rank."""
 
     async def failed(self) -> RpcError:
         """Wait until a rank fails or dies; return the error.
@@ -207,9 +207,9 @@ class RankProcess:
     number: int
     child: Child
     trainer: Any
-    """A trainer_pb2_grpc.TrainerStub."""
+    """Stub of the rank's Trainer service."""
     control: Any
-    """A rank_pb2_grpc.RankStub."""
+    """Stub of the rank's Rank service."""
     broadcasts: RequestStream
     """Stream of requests to take part in weight broadcasts."""
     environment: Mapping[str, str]
@@ -301,7 +301,7 @@ class RankProcesses:
         self._pool.prepare()  # the ranks have loaded their code: the spares may load theirs
 
     def work(self, request: rank_pb2.WorkRequest) -> None:
-        """Have every rank train."""
+        """Start the work of every rank on this machine."""
         self._reading = [asyncio.create_task(self._read(rank, request)) for rank in self.ranks]
 
     async def failed(self) -> RpcError:

@@ -26,7 +26,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Slots:
-    """P slots of T tokens."""
+    """Maps between the T tokens of a row and P slots. A token of a shared prompt may have several slots."""
 
     token_of_slot: Tensor
     """int64 [P]: the token in each slot."""
@@ -39,7 +39,7 @@ class Slots:
 
     @classmethod
     def of(cls, token_of_slot: NDArray[np.int64], tokens: int, device: torch.device) -> "Slots":
-        """Make slots from the token in each slot, for a row of `tokens` tokens."""
+        """Create the maps from `token_of_slot`, for a row of `tokens` tokens."""
         slot_of_token = np.zeros(tokens, np.int64)
         slot_of_token[token_of_slot[::-1]] = np.arange(len(token_of_slot))[::-1]  # the last write wins: the first slot
         return cls(

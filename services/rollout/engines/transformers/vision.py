@@ -25,7 +25,7 @@ TOWERS = ("model.visual.", "model.audio_tower.")
 KEPT_BYTES = 1 << 30
 """Maximum bytes of cached tower outputs."""
 THINKERS = {"qwen3_omni_moe": Qwen3OmniMoeThinkerForConditionalGeneration}
-"""Class of the part that generates text, by type of models with other parts, such as Qwen3-Omni's talker."""
+"""Class to load, by model type, for models with parts besides the text generator, such as Qwen3-Omni's talker."""
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, VisionModel | None]:
