@@ -11,7 +11,7 @@ from services.trainer.service.server import TrainerService, TrainerServicer
 
 
 async def main() -> None:
-    """Run the service until it is stopped."""
+    """Run the trainer service until it is stopped."""
     async with open_context(parse_settings("trainer")) as context:
         service = TrainerService(context)
         servicer = TrainerServicer(service, context.settings, SyncIds(context.fence))

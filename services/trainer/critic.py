@@ -9,7 +9,7 @@ from services.trainer.reference_models.frozen_service import ModelService, main
 
 
 class CriticService(ModelService):
-    """Computes the values of groups, and trains on each committed step."""
+    """Critic replica: computes the values of groups, and trains the critic on each committed step."""
 
     rank_module = "services.trainer.critic_rank"
 

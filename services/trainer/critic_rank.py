@@ -84,9 +84,9 @@ logger = logging.getLogger(__name__)
 
 
 class CriticLearner(Checkpointed):
-    """The critic, its gradients and its optimizer. All ranks make the same calls in the same order.
+    """One rank's critic with gradients and optimizer. All ranks make the same calls in the same order.
 
-    A step has the policy's updates, with the same groups and normalisers, but is divided into other micro-batches.
+    The critic trains a step with the policy's mini-batches and normalisers, but in other micro-batches.
     """
 
     def __init__(self, config: RunConfig, report: Callable[[str], None] | None = None) -> None:
@@ -112,16 +112,16 @@ class CriticLearner(Checkpointed):
         self.step = 0
         """The last step that the critic trained on; 0 before the first."""
         self.metrics: dict[str, float] = {}
-        """Metrics of the critic in that step."""
+        """Critic's metrics of the last step that it trained on."""
         self._optimizer_steps = self._skipped_in_a_row = 0
         self._sums: dict[str, Tensor] = {}
 
     def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
-        """Return the column VALUES of each micro-batch, [T], on all ranks, computed for tokens with loss_mask 1."""
+        """Return the column VALUES of each micro-batch, [tokens], on all ranks; 0 for tokens with loss_mask 0."""
         return [{VALUES: row} for row in self._critic.values(micro_batches)]
 
     def train(self, file: StepFile, progress: Callable[[], None] = lambda: None) -> None:
-        """Train on the next step, and call `progress` after each round of micro-batches.
+        """Train on the next committed step, from its file, and call `progress` after each round of micro-batches.
 
         An update whose loss or gradient isn't finite is skipped, whether or not the policy's was.
 
@@ -150,7 +150,7 @@ class CriticLearner(Checkpointed):
             trim_heap()
 
     def checksum(self) -> int:
-        """Return the `bit_sum` of this rank's weights."""
+        """Return a checksum of this rank's weights, by `bit_sum`."""
         return bit_sum(self._critic.module.parameters(), self.world.device)
 
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
@@ -186,7 +186,7 @@ class CriticLearner(Checkpointed):
             add_reported(self._sums, sums)
 
     def _update(self, mini_batch: MiniBatch, *, first: bool) -> UpdateStats:
-        """Update the weights with the accumulated gradients, unless loss or gradient isn't finite."""
+        """Update the weights with the accumulated gradients; skip the update if loss or gradient isn't finite."""
         sums, self._sums = reduce_over_ranks(self._sums, self.world), {}
         values = {name: float(value) for name, value in sums.items()}
         loss = values.pop(VALUE_LOSS, 0.0) / mini_batch.normalizer
@@ -237,14 +237,14 @@ class CriticLearner(Checkpointed):
 
 @dataclass
 class CriticRank(CommandedRank):
-    """The state of a rank that trains the critic. Its `run_folder` is the critic's folder, inside the run's."""
+    """State of one critic rank. Its `run_folder` is the critic's folder inside the run's folder."""
 
     learner: CriticLearner
-    """The critic."""
+    """This rank's critic."""
     steps_of: Path
     """The run's folder, with the step files."""
     progress: Callable[[], None] = lambda: None
-    """Called after each round of a step; rank 0 reports progress with it."""
+    """Function called after each round of micro-batches, with which rank 0 reports progress."""
 
     @property
     def record_folder(self) -> Path:
@@ -252,13 +252,13 @@ class CriticRank(CommandedRank):
 
     @cached_property
     def steps(self) -> CommittedSteps:
-        """The committed steps of the run."""
+        """Committed steps of the run, from the ledger and the step files."""
         return CommittedSteps(self.board.ledger, self.steps_of)
 
 
 @command
 def compute_values(rank: CriticRank, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
-    """Return the column VALUES of each micro-batch."""
+    """Compute the critic's values of the tokens in each micro-batch, and return them as column VALUES."""
     return rank.learner.values(micro_batches)
 
 
@@ -271,19 +271,19 @@ def train_step(rank: CriticRank, step: int, plan: Mapping[str, Any]) -> None:
 
 
 RETRY_SECONDS = 5.0
-"""Seconds between two attempts to write a requested checkpoint."""
+"""Interval between attempts to write a requested checkpoint, in seconds."""
 
 
 class CriticSuperseded(RuntimeError):
-    """Another critic follows the run."""
+    """Raised if another critic has begun to train on this run's steps."""
 
 
 class LedgerWentBack(RuntimeError):
-    """The ledger lacks the step that the critic trained on last, or has another one in its place."""
+    """Raised if the ledger lacks the last step that the critic trained on, or has a different step in its place."""
 
 
 class Follower:
-    """Rank 0's loop: trains on each step in the ledger, computes values in between, and takes checkpoints."""
+    """Loop of rank 0: trains on each step in the ledger, computes values between steps, and writes checkpoints."""
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class Follower:
         stage: ModelStage,
         report: Callable[[str], None],
     ) -> None:
-        """Begin a critic term. `report` informs the service of progress. Raises RunMissing, BoardUnavailable."""
+        """Begin a new critic term. `report` sends progress to the service. Raises RunMissing, BoardUnavailable."""
         self._rank = rank
         rank.channel.disk.report = self._tell_of_disk
         self._board = rank.board
@@ -302,12 +302,12 @@ class Follower:
         self._term = self._board.new_critic_term()
         self._own_config = config.model_copy(update={"trainer": world_config(config, CRITIC)})
         self.checkpoints = Checkpoints(self._own_config, run_id, self._term, rank)
-        """The critic's checkpoints."""
+        """Controller of the critic's checkpoints."""
         rank.progress = lambda: self._tell(self._detail)
         self._trained: LedgerEntry | None = None
-        """The step that the critic trained on last; None before the first."""
+        """Ledger entry of the last step that the critic trained on; None before the first."""
         self._asked: tuple[int, bool] | None = None
-        """Step of the last requested checkpoint, and whether it is kept; None before the first."""
+        """Step of the last requested checkpoint, and whether to keep the checkpoint; None before the first request."""
         self._answer: Answer | None = None
         self._asked_at = 0.0
         self._detail = ""
@@ -320,10 +320,10 @@ class Follower:
         self.checkpoints.prepare()
 
     def run(self) -> None:
-        """Follow the run. Never returns.
+        """Train on each step that the run commits, and compute values between steps. Never returns.
 
         Raises:
-            CriticSuperseded: another critic has begun to follow it.
+            CriticSuperseded: another critic has begun to train on the run's steps.
             LedgerWentBack: the ledger has lost steps, which may have been committed again since.
             TooManySkippedUpdates: too many updates in a row weren't finite.
             StepFileError: a step's file is missing, or doesn't match the ledger.
@@ -347,7 +347,7 @@ class Follower:
     def _train_next(self) -> bool:
         """Train on the next step if it is committed.
 
-        Returns False if it isn't, so that the caller can compute values; True while the board is unavailable.
+        Returns False if it isn't committed, and True if the step was trained or the board is unavailable.
         """
         self.checkpoints.complete_if_written()
         try:
@@ -381,9 +381,9 @@ class Follower:
         return True
 
     def _problem_of_ledger(self) -> str:
-        """Return "" if the ledger still has the step that the critic trained on last, else the difference.
+        """Return "" if the ledger still has the last step that the critic trained on, else an error message.
 
-        After losing touch, a critic may find the step committed again with other groups, even with steps after it.
+        After losing the board, a critic may find that the step was committed again with other groups.
         """
         if self._trained is None:
             return ""
@@ -399,9 +399,9 @@ class Follower:
         return ""
 
     def _take_orders(self, orders: CriticOrders) -> None:
-        """Request the checkpoint that the trainer asked for, once the critic has trained on its step.
+        """Request the checkpoint for which the trainer asks, once the critic has trained on its step.
 
-        A checkpoint that can't be written is tried again, also after later steps, because somebody waits for it.
+        A checkpoint that can't be written is requested again, also after later steps, because somebody waits for it.
         """
         step, now = self._rank.learner.step, time.monotonic()
         failed = bool(self._problem()) and now - self._asked_at > RETRY_SECONDS
@@ -437,20 +437,20 @@ class Follower:
         self._report(detail)
 
     def _tell(self, detail: str) -> None:
-        """Report progress."""
+        """Report to the service what this rank does."""
         self._detail = detail
         self._tell_of_disk(detail)
 
 
 class CriticServiceRank(ModelRank):
-    """A rank of the critic."""
+    """Process of one critic rank, which serves the critic service."""
 
     def __init__(self) -> None:
         super().__init__()
         self._follower: Follower | None = None
 
     def _clean_up(self) -> None:
-        """Remove the replaced best checkpoint, because the last evaluation comes after the last checkpoint."""
+        """Remove the best checkpoint that the last evaluation replaced, because no later checkpoint removes it."""
         if self._follower is not None:
             wait([self._follower.checkpoints.remove_replaced()], REMOVAL_SECONDS)
 

@@ -37,14 +37,15 @@ from services.trainer.service.rank_processes import (
 )
 
 MARK_SECONDS = 3.0
-"""Maximum seconds until the trainer's mark appears in the run's folder: a network file system shows files late."""
+"""Maximum seconds until the file that the trainer writes into the run's folder is visible here. Network file systems
+show files late."""
 POLL_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
 
 
 class HostAttempt:
-    """The ranks of this host in one attempt, and their events."""
+    """The trainer's rank processes on this host, started for one attempt, and their events."""
 
     def __init__(self, start: ranks_pb2.RanksStart, pool: RankPool, place: MeetingPlace) -> None:
         numbers = range(start.first_rank, start.first_rank + start.ranks)
@@ -52,16 +53,16 @@ class HostAttempt:
         self.trainer_id = start.trainer_id
         self._processes = RankProcesses(numbers, self._on_event, pool, place=place)
         self.responses: asyncio.Queue[ranks_pb2.StartRanksResponse] = asyncio.Queue()
-        """Responses to the trainer; a failure is the last."""
+        """Responses to stream to the trainer. A failure is the last one."""
         self._living: asyncio.Task[None] | None = None
 
     @property
     def ranks(self) -> list[RankProcess]:
-        """The running ranks."""
+        """The running rank processes."""
         return self._processes.ranks
 
     def begin(self, work: rank_pb2.WorkRequest) -> None:
-        """Start the ranks, which work once they have loaded their code."""
+        """Start the rank processes in a task. Their work begins once they have loaded their code."""
         self._living = asyncio.create_task(self._live(work), name=f"attempt {self.number}")
 
     def fail(self, error: RpcError) -> None:
@@ -70,7 +71,7 @@ class HostAttempt:
         self.responses.put_nowait(ranks_pb2.StartRanksResponse(failed=failed))
 
     async def end(self) -> None:
-        """Kill the ranks."""
+        """Kill the attempt's rank processes."""
         if self._living is not None:
             self._living.cancel()
             await asyncio.wait({self._living})
@@ -90,7 +91,7 @@ class HostAttempt:
 
 
 class RanksService(ReplicaService):
-    """A host of the trainer's ranks, as a replica."""
+    """Replica service that starts the trainer's ranks on this host."""
 
     role = RANKS
 
@@ -99,15 +100,15 @@ class RanksService(ReplicaService):
         self._config: RunConfig | None = None
         self._assignment = Assignment()
         self._pool: RankPool | None = None
-        """The processes of this host's ranks."""
+        """Pool of processes for this host's ranks."""
         self._newest = 0
-        """Number of the run's newest attempt."""
+        """Number of the newest attempt that this host knows in this run."""
         self._attempt: HostAttempt | None = None
         self._changing = asyncio.Lock()
         self._detail = ""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """Lease the GPUs of this host's ranks, which the trainer starts later."""
+        """Lease this host's GPUs for ranks, which the trainer will start later."""
         if RANKS not in roles_for(config):
             self._detail = f"this run needs no {RANKS} service: trainer.hosts is 1"
             return
@@ -131,21 +132,21 @@ class RanksService(ReplicaService):
             self._pool, self._detail = None, ""
 
     async def drain(self, seconds: float) -> int:
-        """Return 0: the trainer holds the groups."""
+        """Return 0: only the trainer holds groups."""
         return 0
 
     async def pause_run(self) -> None:
-        """Do nothing: the trainer pauses."""
+        """Do nothing: the trainer itself pauses training."""
 
     async def resume_run(self) -> None:
-        """Do nothing: the trainer continues."""
+        """Do nothing: the trainer itself resumes training."""
 
     def status(self) -> ServiceStatus:
         ranks = self._attempt.ranks if self._attempt is not None else []
         return ServiceStatus(detail=self._detail, gauges=rank_gauges(ranks))
 
     async def begin(self, start: ranks_pb2.RanksStart) -> HostAttempt:
-        """Start the ranks of an attempt, after older ones have ended. Raises FailedPrecondition."""
+        """Kill the ranks of the previous attempt, and start those of a new one. Raises FailedPrecondition."""
         async with self._changing:
             await self._check(start)
             self._newest = start.attempt
@@ -194,7 +195,7 @@ class RanksService(ReplicaService):
             await self._end_attempt(attempt)
 
     def rank(self, address: ranks_pb2.RankAddress) -> RankProcess:
-        """Return a rank. Raises FailedPrecondition if its attempt is over."""
+        """Return the rank process at an address. Raises FailedPrecondition if its attempt is over."""
         attempt = self._attempt
         if attempt is None or attempt.number != address.attempt:
             raise FailedPrecondition(f"attempt {address.attempt} is over on {self._context.settings.replica_id}")
@@ -210,7 +211,7 @@ class RanksService(ReplicaService):
             self._detail = "the trainer has not started ranks here since its last attempt ended"
 
     async def _check(self, start: ranks_pb2.RanksStart) -> None:
-        """Check that this host can take part. Raises FailedPrecondition."""
+        """Raise FailedPrecondition unless this host can start ranks as requested."""
         name, run = self._context.settings.replica_id, self._assignment
         if start.package_version != __version__:
             raise FailedPrecondition(
@@ -242,7 +243,7 @@ class RanksService(ReplicaService):
 
 
 class RanksServicer(ranks_pb2_grpc.RanksServicer):
-    """Handlers of relaxd.v1.Ranks."""
+    """RPC handlers of relaxd.v1.Ranks."""
 
     def __init__(self, service: RanksService) -> None:
         self._service = service
@@ -250,7 +251,7 @@ class RanksServicer(ranks_pb2_grpc.RanksServicer):
     async def StartRanks(
         self, requests: AsyncIterator[pb.StartRanksRequest], context: Any
     ) -> AsyncIterator[pb.StartRanksResponse]:
-        """Start the ranks, stream their events, and kill them when the stream ends."""
+        """Start ranks on this host, stream their events to the trainer, and kill the ranks when the stream ends."""
         first = await anext(requests, pb.StartRanksRequest())
         if not first.HasField("start"):
             raise InvalidArgument("start is missing: the first message says which ranks to start")
@@ -273,21 +274,21 @@ class RanksServicer(ranks_pb2_grpc.RanksServicer):
     async def JoinWeightGroup(
         self, request: pb.RanksJoinWeightGroupRequest, context: Any
     ) -> pb.RanksJoinWeightGroupResponse:
-        """Have a rank connect to the engines."""
+        """Forward to a rank: connect to the engines in a weight group."""
         await self._service.rank(request.to).join(request.join, timeout=context.time_remaining())
         return pb.RanksJoinWeightGroupResponse()
 
     async def BroadcastVersions(
         self, request: pb.RanksBroadcastVersionsRequest, context: Any
     ) -> pb.RanksBroadcastVersionsResponse:
-        """Have a rank do its part of a broadcast."""
+        """Forward to a rank: do its part of a weight broadcast."""
         part = await self._service.rank(request.to).broadcast(request.part, timeout=context.time_remaining())
         return pb.RanksBroadcastVersionsResponse(part=part)
 
     async def LeaveWeightGroup(
         self, request: pb.RanksLeaveWeightGroupRequest, context: Any
     ) -> pb.RanksLeaveWeightGroupResponse:
-        """Have a rank leave a group."""
+        """Forward to a rank: leave a weight group."""
         await self._service.rank(request.to).leave(request.leave, timeout=context.time_remaining())
         return pb.RanksLeaveWeightGroupResponse()
 
@@ -305,7 +306,7 @@ async def _listen(requests: AsyncIterator[pb.StartRanksRequest], attempt: HostAt
 
 
 async def main() -> None:
-    """Run the service until it is stopped."""
+    """Run the ranks service until it is stopped."""
     async with open_context(parse_settings(RANKS)) as context:
         service = RanksService(context)
         calls = Service(ranks_pb2_grpc.add_RanksServicer_to_server, RanksServicer(service), "relaxd.v1.Ranks")

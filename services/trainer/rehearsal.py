@@ -27,14 +27,14 @@ from services.trainer.loop.weight_broadcast import WeightBroadcaster
 from services.trainer.megatron.world import initialize
 
 FORWARD_SPEED = 3.0
-"""Assumed speed of a forward pass alone, relative to forward and backward together."""
+"""Assumed speed of a forward pass, as a multiple of the speed of forward and backward together."""
 
 
 class ScriptedLearner:
-    """Simulated learner: has the methods of `Learner` that a step's commands call, and sleeps as `[rehearsal]` says."""
+    """Simulated learner: has the methods of `Learner` that a step calls, and only sleeps, as `[rehearsal]` says."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Join the world of the trainer's ranks."""
+        """Join the trainer's process groups, as a real learner does."""
         self.world = initialize(config.trainer, config.run.seed)
         self._rehearsal = config.rehearsal
         # The ranks work at the same time, each on its share of the tokens.
@@ -50,20 +50,20 @@ class ScriptedLearner:
 
     @property
     def weights_version(self) -> int:
-        """Version of the weights."""
+        """Version of the simulated weights: the number of trained steps."""
         return self.step
 
     def report_to(self, report: Callable[[str], None]) -> None:
         """Ignore `report`: simulated passes have no progress."""
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool = False) -> None:
-        """Wait for the simulated time of forward and backward."""
+        """Sleep for the simulated time of forward and backward passes."""
         tokens = sum(len(batch.tokens) for batch in micro_batches)
         self._tokens += tokens
         time.sleep(tokens / self._tokens_per_second)
 
     def log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        """Return zeros, float32 [T] for each micro-batch, after the simulated time of a forward pass."""
+        """Sleep for a forward pass's simulated time. Return zeros as log-probs: float32 [T] for each micro-batch."""
         tokens = sum(len(batch.tokens) for batch in micro_batches)
         time.sleep(tokens / self._tokens_per_second / FORWARD_SPEED)
         return [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
@@ -71,18 +71,18 @@ class ScriptedLearner:
     def frozen_columns(
         self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = (), name: str | None = None
     ) -> list[dict[str, NDArray[np.float32]]]:
-        """Return zeros as log-probs of a reference in the trainer's ranks, after a forward pass's simulated time."""
+        """Sleep for a forward pass's simulated time. Return zeros as log-probs of the reference."""
         return [{REF_LOGPROBS: logprobs} for logprobs in self.log_probs(micro_batches)]
 
     def log_probs_and_experts(
         self, micro_batches: Sequence[PackedMicroBatch]
     ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
-        """Return `log_probs`, and zeros for the chosen experts, in the shape that a model would report."""
+        """Return the result of `log_probs`, and zeros as each token's chosen experts: uint8 [T, layers, top_k]."""
         experts = [np.zeros((len(batch.tokens), *self._rehearsal.experts), np.uint8) for batch in micro_batches]
         return self.log_probs(micro_batches), experts
 
     def update(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
-        """Return an update's statistics after its simulated time."""
+        """Sleep for the simulated time of an optimizer update. Return made-up statistics."""
         time.sleep(self._rehearsal.update_seconds)
         tokens, self._tokens = self._tokens, 0
         self.optimizer_steps += 1
@@ -94,11 +94,11 @@ class ScriptedLearner:
         """Copy nothing: there is no model."""
 
     def end_step(self, refreshed: Collection[str] = ()) -> None:
-        """Count the step."""
+        """Count the step as trained."""
         self.step += 1
 
     def discard(self) -> None:
-        """Forget the accumulated micro-batches."""
+        """Reset the number of accumulated tokens."""
         self._tokens = 0
 
     def checksum(self) -> int:
@@ -110,11 +110,11 @@ class ScriptedLearner:
 
 
 CHECKSUM = {"scripted": 1}
-"""Checksums that trainer and engines of a rehearsal report."""
+"""Weight checksums that trainer and engines of a rehearsal report, by tensor name."""
 
 
 class ScriptedBroadcaster:
-    """Simulated broadcaster: sleeps for the modelled time and sends nothing."""
+    """Simulated weight broadcaster: sleeps for the modelled time and sends nothing."""
 
     def __init__(self, rehearsal: RehearsalConfig) -> None:
         self._seconds = rehearsal.sync_seconds
@@ -126,7 +126,7 @@ class ScriptedBroadcaster:
         """Do nothing: there is no group to leave."""
 
     def broadcast(self, name: str, timeout: float, with_checksums: bool) -> BroadcastWeightsResponse:
-        """Wait for the simulated time of a broadcast."""
+        """Sleep for the simulated time of a weight broadcast."""
         time.sleep(self._seconds)
         return BroadcastWeightsResponse(seconds=self._seconds, checksums=CHECKSUM if with_checksums else {})
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-"""Pattern of the system's error number in an error message of safetensors."""
+"""Matches the operating system's error number in an error message of safetensors."""
 
 
 def sync(path: Path) -> None:
@@ -45,12 +45,12 @@ def errors_of_the_system(path: Path) -> Iterator[None]:
 
 Result = TypeVar("Result")
 Progress = Callable[[int], None]
-"""Callback with the bytes processed since the last call."""
+"""Type of callbacks that get the number of bytes processed since the last call."""
 
 THREADS = 8
 """Maximum number of files processed at the same time."""
 REPORT_SECONDS = 0.2
-"""Seconds between two reports of progress."""
+"""Interval between calls of the progress callback, in seconds."""
 
 
 def in_parallel(
@@ -58,18 +58,18 @@ def in_parallel(
     progress: Progress = lambda count: None,
     begin: Callable[[], Any] = lambda: None,
 ) -> dict[str, Result]:
-    """Do pieces of work in threads.
+    """Run functions in several threads, and wait for all of them.
 
     Args:
-        work: the pieces by name. Each is called with a callback for the bytes that it has processed.
-        progress: called with these bytes, in this thread.
-        begin: called first in each thread.
+        work: functions by name. Each gets a callback for the number of bytes that it has processed.
+        progress: called in the calling thread with the numbers of bytes that the functions report.
+        begin: called once in each thread, before any function.
 
     Returns:
-        The results by name.
+        The functions' results, by name.
 
     Raises:
-        Exception: the error of the first failed piece, after all pieces have ended.
+        Exception: the error of the first function in `work` that failed, after all have ended.
     """
     done: SimpleQueue[int] = SimpleQueue()
     with ThreadPoolExecutor(THREADS, "files", initializer=begin) as pool:

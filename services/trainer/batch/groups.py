@@ -27,85 +27,85 @@ from services.trainer.batch.sequence_media import GroupMediaReader, check_media
 
 
 class MalformedGroup(ValueError):
-    """A column of a group is missing or malformed."""
+    """Raised if a column of a group is missing or malformed."""
 
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """Sizes of the model that the column of routed experts must fit."""
+    """Numbers of layers and experts that a group's column of routed experts must have."""
 
     layers: int
-    """Number of layers in the column."""
+    """Number of layers in the column: all of the model's."""
     top_k: int
-    """Number of experts per token."""
+    """Number of experts that each token is routed to."""
     experts: int
     """Number of experts per layer."""
 
 
 @dataclass(frozen=True)
 class TrainGroup:
-    """A group with validated columns."""
+    """Group whose columns are validated for training."""
 
     group_id: str
     """Id of the group."""
     columns: Mapping[str, Any]
-    """The columns that the trainer reads, and those that it prepared; relaxd/board/schema.py describes them."""
+    """Columns that the trainer reads from the board or prepares itself; relaxd/board/schema.py describes them."""
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each sequence without a shared prompt, [S]."""
+        """Number of tokens of each sequence without a shared prompt, int32 [sequences]."""
         return self.columns["lengths"]
 
     @property
     def samples(self) -> int:
-        """Number of samples."""
+        """Number of samples in the group."""
         return len(self.columns["reward"])
 
     @property
     def sample_lengths(self) -> NDArray[np.int32]:
-        """Tokens of each sample's sequences without a shared prompt, [n]."""
+        """Number of tokens of each sample's sequences without a shared prompt, int32 [samples]."""
         return sample_lengths(self.lengths, self.columns["sample_of_sequence"], self.samples)
 
     @property
     def sample_slices(self) -> list[slice]:
-        """Places of each sample's tokens in the per-token columns."""
+        """Slice of the per-token columns that holds each sample's tokens."""
         return [slice(*bounds) for bounds in pairwise(bounds_of(self.sample_lengths).tolist())]
 
     @property
     def sequence_tokens(self) -> list[int]:
-        """Tokens of each sequence with its prompt."""
+        """Number of tokens of each sequence, including its prompt."""
         shared = len(self.columns["prompt_tokens"]) * (self.columns["shares_prompt"] != 0)
         tokens: list[int] = (self.lengths + shared).tolist()
         return tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Size of the group's arrays, in bytes."""
         return sum(column.nbytes for column in self.columns.values() if isinstance(column, np.ndarray))
 
     @property
     def routed_tokens(self) -> list[int]:
-        """Number of rows of each sequence in the column of routed experts: its tokens except the last."""
+        """Number of rows of each sequence in the column of routed experts: one per token except the last."""
         return [max(tokens - 1, 0) for tokens in self.sequence_tokens]
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens with mask 1."""
+        """Number of tokens with loss_mask 1."""
         return int(np.count_nonzero(self.columns["loss_mask"]))
 
     @property
     def trained_versions(self) -> NDArray[np.int64]:
-        """Versions that wrote the tokens with mask 1."""
+        """Weight version that wrote each token with loss_mask 1, int64 [trained_tokens]."""
         return self.columns["versions"][self.columns["loss_mask"] != 0]
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest version that wrote a trained token; None if there is none."""
+        """Oldest weight version that wrote a token with loss_mask 1; None if there is no such token."""
         versions = self.trained_versions
         return int(versions.min()) if versions.size else None
 
     def with_columns(self, columns: Mapping[str, Any]) -> "TrainGroup":
-        """Return the group with more columns."""
+        """Return a copy of the group with these columns added or replaced."""
         return TrainGroup(self.group_id, {**self.columns, **columns})
 
     def sequences(
@@ -119,11 +119,11 @@ class TrainGroup:
         prompt: str = "prompt_tokens",
         media: GroupMediaReader | None = None,
     ) -> list[TrainSequence]:
-        """Return sequences, ready for packing.
+        """Return some of the group's sequences, ready for packing into micro-batches.
 
         Args:
-            indices: indices of the sequences.
-            packed: the group's columns that the sequences carry.
+            indices: indices of the sequences in the group.
+            packed: names of the columns that the sequences carry.
             algorithm: source of the token weights.
             temperature: sampling temperature.
             prompt: the column with the prompt that sequences share.
@@ -161,7 +161,7 @@ class TrainGroup:
 
 
 def bounds_of(lengths: NDArray[np.integer] | Sequence[int]) -> NDArray[np.int64]:
-    """Return the offsets of consecutive sections in the per-token columns, and their end: [len(lengths) + 1]."""
+    """Return the offset of each section in per-token columns, then the end of the last one, int64 [sections + 1]."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -243,7 +243,7 @@ def check_group(
 
 
 def _experts(group: TrainGroup, routing: RoutingShape | None) -> NDArray[np.unsignedinteger]:
-    """Return the checked column of routed experts, in the narrowest dtype, for step files."""
+    """Check the column of routed experts, and return it in the narrowest dtype, for step files."""
     experts = group.columns[ROUTED_EXPERTS]
     if not isinstance(experts, np.ndarray) or experts.ndim != 3 or experts.dtype.kind not in "iu":
         raise MalformedGroup(f"{ROUTED_EXPERTS} must be an array of integers [rows, layers, top_k]")
@@ -274,7 +274,7 @@ def _check_critic_state(state: Any) -> None:
 
 
 def _check_sequences(columns: Mapping[str, Any]) -> None:
-    """Check that every sample has its sequences side by side, and that something predicts every trained token."""
+    """Check that each sample's sequences are consecutive, and that no trained token is the first of a sequence."""
     samples, of_sequence = columns["reward"].size, columns["sample_of_sequence"]
     if of_sequence[0] != 0 or of_sequence[-1] != samples - 1 or not np.isin(np.diff(of_sequence), (0, 1)).all():
         raise MalformedGroup(

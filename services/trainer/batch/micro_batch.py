@@ -12,37 +12,37 @@ from services.trainer.batch.sequence_media import PackedMedia, SequenceMedia, pa
 from services.trainer.megatron.rank_messages import message
 
 UNROUTED = -1
-"""Number in place of an expert, for tokens without given experts."""
+"""Expert id that means: the router chooses this token's experts."""
 
 
 class PackingError(ValueError):
-    """A sequence can't be packed."""
+    """Raised if sequences can't be packed into a micro-batch."""
 
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One sequence, prompt first. Per-token arrays are [L], aligned with `tokens`."""
+    """Sequence of L tokens, prompt first. Per-token arrays are aligned with `tokens`."""
 
     tokens: NDArray[np.int64]
-    """int64 [L]: token ids of prompt and response."""
+    """Token ids of prompt and response, int64 [L tokens]."""
     loss_mask: NDArray[np.uint8]
-    """uint8 [L]: 1 for tokens to train on; 0 for the first token, which nothing predicts."""
+    """Loss mask: 1 for tokens to train on; 0 for the first token, which nothing predicts; uint8 [L tokens]."""
     columns: Mapping[str, NDArray[Any]]
-    """float32 [L] each: the board's columns that the loss reads, and "rollout_logprobs". Columns of
-    candidates are [L, k], with int32 ids."""
+    """Board columns that the loss reads, by name, and "rollout_logprobs": float32 [L tokens]. Columns of candidates are
+    [L tokens, k], with int32 ids."""
     weight: NDArray[np.float32]
-    """float32 [L]: aggregation weight, from `Algorithm.token_weights`."""
+    """Weight of each token in the loss, from `Algorithm.token_weights`, float32 [L tokens]."""
     logprobs_comparable: NDArray[np.uint8]
-    """uint8 [L]: 1 for trained tokens whose log-prob is comparable with the engine's."""
+    """Mask: 1 for trained tokens whose log-prob is comparable with the engine's, uint8 [L tokens]."""
     temperature: float = 1.0
-    """Sampling temperature."""
+    """Temperature at which the response was sampled."""
     prompt_length: int = 0
-    """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: no shared prompt."""
+    """Number of prompt tokens that neighbouring sequences share and `pack` stores once; 0 without a shared prompt."""
     experts: NDArray[np.int16] | None = None
-    """int16 [L, layers, top_k]: experts that the routers must use; UNROUTED: the router chooses. None: the routers
-    always choose."""
+    """Ids of the experts that routers must use, or UNROUTED, int16 [L tokens, layers, top_k]. None: routers choose for
+    all tokens."""
     media: SequenceMedia | None = None
-    """Media in the tokens, if there are any."""
+    """Images, videos and sounds among the tokens; None if there are none."""
 
     @classmethod
     def from_response(
@@ -113,43 +113,49 @@ class PackedMicroBatch:
     """
 
     tokens: NDArray[np.int64]
-    """int64 [T]: token ids."""
+    """Token ids of the row, int64 [T tokens]."""
     positions: NDArray[np.int64] | NDArray[np.float32]
-    """int64 [T]: position of each token in its sequence. With media float32 [3, T]: by time, row and column."""
+    """Position of each token in its sequence, int64 [T tokens]. With media, positions in time, row and column,
+    float32 [3, T tokens]."""
     cu_seqlens: NDArray[np.int32]
-    """int32 [sequences + 1]: begin of each sequence's tokens, and T."""
+    """Index of each sequence's first token in the row, then the row's length T, int32 [sequences + 1]."""
     prefixes: NDArray[np.int32]
-    """int32 [sequences, 2]: start and length of the shared prompt stored with an earlier sequence (length 0: none)."""
+    """Start in the row and length of the prompt that each sequence shares with an earlier one, int32 [sequences, 2].
+
+    The length is 0 if an earlier sequence stores no prompt for this one.
+    """
     previous: NDArray[np.int64]
-    """int64 [T]: index of the previous token in the sequence, which predicts this one; -1 for the first."""
+    """Row index of each token's predecessor in its sequence, which predicts the token, int64 [T tokens]; -1 for a
+    sequence's first token."""
     loss_mask: NDArray[np.uint8]
-    """uint8 [T]: 1 for tokens to train on."""
+    """Loss mask: 1 for tokens to train on, uint8 [T tokens]."""
     columns: Mapping[str, NDArray[Any]]
-    """float32 [T] each: columns that the loss reads. Columns of candidates are [T, k], with int32 ids."""
+    """Columns that the loss reads, by name: float32 [T tokens]; columns of candidates [T tokens, k], with int32 ids."""
     weight: NDArray[np.float32]
-    """float32 [T]: aggregation weight of each token."""
+    """Weight of each token in the loss, float32 [T tokens]."""
     logprobs_comparable: NDArray[np.uint8]
-    """uint8 [T]: 1 for trained tokens whose log-prob is comparable with the engine's."""
+    """Mask: 1 for trained tokens whose log-prob is comparable with the engine's, uint8 [T tokens]."""
     temperature: NDArray[np.float32]
-    """float32 [T]: sampling temperature of each token's sequence."""
+    """Sampling temperature of each token's sequence, float32 [T tokens]."""
     experts: NDArray[np.int16] | None = None
-    """int16 [T, layers, top_k]: experts that the routers must use, as in `TrainSequence`."""
+    """Ids of the experts that routers must use, or UNROUTED, int16 [T tokens, layers, top_k]. None: routers choose
+    for all tokens."""
     media: PackedMedia | None = None
-    """Media of its sequences, if there are any."""
+    """Media of the packed sequences; None if there are none."""
 
     @property
     def sequences(self) -> int:
-        """Number of sequences."""
+        """Number of sequences in the micro-batch."""
         return len(self.cu_seqlens) - 1
 
     @property
     def sequence_of_token(self) -> NDArray[np.int64]:
-        """int64 [T]: index of the sequence that each token is stored with."""
+        """Index of the sequence with which each token is stored, int64 [T tokens]."""
         return np.repeat(np.arange(self.sequences), np.diff(self.cu_seqlens))
 
     def places_of(self, sequence: int) -> NDArray[np.int64]:
-        """Return the positions of a sequence's tokens, int64 [L], including those of a prompt stored with an earlier
-        sequence."""
+        """Return the row indices of a sequence's tokens, int64 [L tokens], including a prompt that an earlier sequence
+        stores."""
         prompt, shared = self.prefixes[sequence].tolist()
         begin, end = self.cu_seqlens[sequence : sequence + 2].tolist()
         return np.concatenate((np.arange(prompt, prompt + shared), np.arange(begin, end)))
@@ -214,14 +220,14 @@ def pack(sequences: Sequence[TrainSequence], *, share_prompts: bool = True) -> P
 def empty_micro_batch(columns: Iterable[str]) -> PackedMicroBatch:
     """Return a micro-batch with these columns and no trained token, for ranks with fewer micro-batches than others.
 
-    It has no experts: the routers choose them.
+    Routers choose its experts.
     """
     zeros, mask = np.zeros(1, np.float32), np.zeros(1, np.uint8)
     return pack([TrainSequence(np.zeros(1, np.int64), mask, no_values(columns, 1), zeros, mask)])
 
 
 def no_values(columns: Iterable[str], tokens: int) -> dict[str, NDArray[Any]]:
-    """Return these columns for tokens that aren't trained on: zeros, or no candidates."""
+    """Return columns for untrained tokens: zeros [tokens], and candidates with k = 0."""
     return {
         name: np.zeros((tokens, 0) if COLUMNS[name].shape == "T, k" else tokens, COLUMNS[name].dtype)
         for name in columns
@@ -229,7 +235,7 @@ def no_values(columns: Iterable[str], tokens: int) -> dict[str, NDArray[Any]]:
 
 
 def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
-    """Add an untrained sequence at the end, so that T is a multiple of `multiple`."""
+    """Return the micro-batch with an untrained sequence appended, so that its tokens are a multiple of `multiple`."""
     length = len(batch.tokens)
     missing = -length % multiple
     if missing == 0:
@@ -259,7 +265,7 @@ def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
 def _positions_with_media(
     sequences: Sequence[TrainSequence], prefixes: Sequence[tuple[int, int]]
 ) -> NDArray[np.float32]:
-    """Return the positions of packed sequences, some of which have media, float32 [3, T]."""
+    """Return token positions in time, row and column for packed sequences, some with media, float32 [3, T tokens]."""
     rows = []
     for sequence, (_, skipped) in zip(sequences, prefixes, strict=True):
         tokens = len(sequence.tokens)
@@ -269,7 +275,7 @@ def _positions_with_media(
 
 
 def _with_last(experts: NDArray[np.integer], tokens: int) -> NDArray[np.int16]:
-    """Append the last token's experts: UNROUTED, so that the router chooses them."""
+    """Return `experts` with a row of UNROUTED appended, for the last token."""
     if len(experts) != tokens - 1:
         raise PackingError(f"experts has {len(experts)} rows: it must have {tokens - 1}, for all tokens but the last")
     found = np.full((tokens, *experts.shape[1:]), UNROUTED, np.int16)

@@ -10,55 +10,55 @@ from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, MiniBatch, SequenceSlice
 
 LOOKAHEAD = 1
-"""Number of further micro-batches that are packed for each rank before a round is taken. The round takes the fullest of
-all; without further ones to choose from, its last micro-batches would stay half empty."""
+"""Number of extra micro-batches per rank that are packed before a round is taken. A round takes the fullest
+micro-batches; without extra ones, its last micro-batches would be half empty."""
 MAX_REPEAT = 2
-"""Maximum ratio of the tokens that attention processes to the token budget. Attention repeats a shared prompt for each
-sequence, and its memory grows with these tokens."""
+"""Maximum number of tokens that attention processes per micro-batch, as a multiple of the token budget. Attention
+repeats a shared prompt for each sequence, and needs memory for each token."""
 ATTENTION_LENGTH = 32_768
-"""Number of preceding tokens at which a token's attention costs as much as its other computation: about 6 times the
-hidden size, so 24 k to 49 k for hidden sizes of 4 k to 8 k."""
+"""Estimated number of earlier tokens at which a token's attention costs as much as its other layers. It is about 6
+times the hidden size: 24 k to 49 k for hidden sizes of 4 k to 8 k."""
 
 
 @dataclass(frozen=True)
 class SequenceSize:
-    """Size of one sequence of a group."""
+    """Size of a group's sequence, in tokens."""
 
     group_id: str
     index: int
     prompt: int
-    """Tokens of the shared prompt, stored once per group in a micro-batch; 0 if the sequence doesn't share it."""
+    """Number of tokens of the shared prompt, stored once per group in a micro-batch; 0 if it isn't shared."""
     response: int
 
     @property
     def tokens(self) -> int:
-        """Number of tokens with the prompt."""
+        """Number of tokens of prompt and response."""
         return self.prompt + self.response
 
     @property
     def work(self) -> float:
-        """Cost in tokens without attention."""
+        """Estimated training cost of the response and the whole sequence's attention, in tokens without attention."""
         return self.response + self.tokens * self.tokens / (2 * ATTENTION_LENGTH)
 
 
 @dataclass
 class _Bin:
-    """A micro-batch that is being filled."""
+    """Micro-batch that the packer is filling."""
 
     sequences: list[SequenceSize] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
-    """Groups whose prompt is in the micro-batch."""
+    """Ids of the groups whose shared prompt is in the micro-batch."""
     tokens: int = 0
-    """Tokens of the row; a shared prompt counts once."""
+    """Number of tokens in the micro-batch's row; a shared prompt counts once."""
     attended: int = 0
-    """Tokens that attention processes; a shared prompt counts for each sequence."""
+    """Number of tokens that attention processes; a shared prompt counts for each sequence."""
 
     def cost(self, sequence: SequenceSize) -> int:
-        """Return the tokens by which the row grows if the sequence is added."""
+        """Return the number of tokens by which the micro-batch grows if the sequence is added."""
         return sequence.response if sequence.group_id in self.groups else sequence.tokens
 
     def fits(self, sequence: SequenceSize, budget: int) -> bool:
-        """Return True if the sequence fits. Any sequence fits into an empty micro-batch."""
+        """Return True if the sequence fits into the micro-batch. Any sequence fits into an empty one."""
         if not self.sequences:
             return True
         within = self.attended + sequence.tokens <= MAX_REPEAT * budget
@@ -73,7 +73,7 @@ class _Bin:
 
     @property
     def work(self) -> float:
-        """Cost of the sequences, each shared prompt counted once."""
+        """Estimated training cost of the micro-batch, in tokens without attention; a shared prompt counts once."""
         return sum(sequence.work for sequence in self.sequences) + _prompt_tokens(self.sequences)
 
 
@@ -85,7 +85,7 @@ class Packer:
     """
 
     def __init__(self, budget_tokens: int, dp_size: int, per_rank: int = 1) -> None:
-        """Pack for `dp_size` ranks, each of which takes `per_rank` micro-batches a round."""
+        """`per_rank`: number of micro-batches per round for each of the `dp_size` data-parallel ranks."""
         self._budget = budget_tokens
         self._dp_size = dp_size
         self._per_rank = per_rank
@@ -94,7 +94,7 @@ class Packer:
     def add(
         self, group_id: str, prompt_tokens: int, lengths: Sequence[int], shares_prompt: Sequence[int] | None = None
     ) -> None:
-        """Add a group's sequences. With its prompt, each must fit into the budget.
+        """Add a group's sequences. Each sequence with its prompt must fit into the budget.
 
         Args:
             group_id: the group.
@@ -109,7 +109,7 @@ class Packer:
         ]
 
     def full_round(self) -> MicroBatchRound | None:
-        """Return a round of the fullest micro-batches; None while there are too few sequences."""
+        """Remove and return a round of the fullest micro-batches; None while there are too few sequences."""
         count = self._dp_size * self._per_rank
         if _row_tokens(self._sequences) < (count + LOOKAHEAD * self._dp_size) * self._budget:
             return None
@@ -121,7 +121,7 @@ class Packer:
         return self._round(chosen, self._per_rank)
 
     def rest(self) -> MicroBatchRound | None:
-        """Return the remaining sequences as one round; None if there are none."""
+        """Remove and return all remaining sequences as one round; None if there are none."""
         sequences, self._sequences = self._sequences, []
         if not sequences:
             return None
@@ -181,12 +181,12 @@ def _row_tokens(sequences: Sequence[SequenceSize]) -> int:
 
 
 def _prompt_tokens(sequences: Sequence[SequenceSize]) -> int:
-    """Return the tokens of the prompts, each counted once."""
+    """Return the total number of shared prompt tokens, counting each group's prompt once."""
     return sum({sequence.group_id: sequence.prompt for sequence in sequences if sequence.prompt}.values())
 
 
 def _slices(sequences: Sequence[SequenceSize]) -> MicroBatchSlices:
-    """Return sequences as slices, one per group, so that neighbours share their prompt."""
+    """Return a micro-batch's sequences as one slice per group, so that a group's sequences are neighbours."""
     groups: dict[str, list[int]] = {}
     for sequence in sequences:
         groups.setdefault(sequence.group_id, []).append(sequence.index)
@@ -254,7 +254,7 @@ def bundles(groups: Sequence[TrainGroup], max_bytes: int) -> Iterator[list[Train
 
 
 def dp_ranks_of_groups(mini_batches: Collection[MiniBatch]) -> dict[str, frozenset[int]]:
-    """Return the data-parallel ranks that train on each group of some mini-batches."""
+    """Return the data-parallel ranks that train on each group of the mini-batches, by group id."""
     found: dict[str, set[int]] = {}
     for entry in (entry for one in mini_batches for entry in one.rounds):
         for dp_rank, micro_batches in enumerate(entry.micro_batches):
@@ -264,7 +264,7 @@ def dp_ranks_of_groups(mini_batches: Collection[MiniBatch]) -> dict[str, frozens
 
 
 def mini_batch(groups: Collection[TrainGroup], rounds: Sequence[MicroBatchRound], algorithm: Algorithm) -> MiniBatch:
-    """Return the mini-batch of some groups that are packed into rounds."""
+    """Return a mini-batch of these groups, with its numbers of samples and trained tokens, and its normalizer."""
     samples = sum(group.samples for group in groups)
     trained_tokens = sum(group.trained_tokens for group in groups)
     return MiniBatch(tuple(rounds), samples, trained_tokens, algorithm.normalizer(trained_tokens, samples))

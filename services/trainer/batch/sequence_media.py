@@ -28,25 +28,25 @@ from relaxd.media.sources import MediaError
 from services.trainer.megatron.rank_messages import message
 
 KEPT_BYTES = 1 << 30
-"""Maximum bytes of decoded media that a rank caches for the passes of a step."""
+"""Maximum size of the decoded media that a rank caches during a step, in bytes."""
 
 
 @message
 @dataclass(frozen=True)
 class DecodedItem:
-    """A decoded media item in its normal form."""
+    """Decoded image, video or sound, in its normal form."""
 
     sha256: str
-    """Hash of the item: its identity."""
+    """SHA-256 hash that identifies the media item."""
     grid: Grid
     values: NDArray[Any]
-    """Pixels, uint8 [height, width, 3], a video's frames below one another; or a sound's samples, int16 [samples]."""
+    """Pixels, uint8 [height, width, 3], a video's frames stacked vertically; or a sound's samples, int16 [samples]."""
     kind: str = IMAGE
-    """One of `relaxd.media.placeholders.KINDS`."""
+    """Kind of the media item, from `relaxd.media.placeholders.KINDS`."""
     times: tuple[float, ...] = ()
-    """A video's timestamps, in seconds."""
+    """Timestamps of a video's frames, in seconds."""
     sound: NDArray[np.int16] | None = None
-    """Samples of a video's own sound, which is then part of its grid: int16 [samples]."""
+    """Samples of a video's own sound, int16 [samples]; `grid` then covers frames and sound. None without such sound."""
 
     def parts(self) -> "list[DecodedItem]":
         """Return the towers' inputs in order; for a video with its own sound, the frames, then the sound."""
@@ -60,18 +60,18 @@ class DecodedItem:
 
 @dataclass(frozen=True)
 class SequenceMedia:
-    """Media in the first P tokens of a sequence, such as its prompt, with their positions."""
+    """Media in the first P tokens of a sequence, such as its prompt, and these tokens' positions."""
 
     items: tuple[DecodedItem, ...]
-    """Items in the order of the tokens."""
+    """Media items in the order of their tokens."""
     places: NDArray[np.int64]
-    """int64 [M]: positions of the tokens that stand for media."""
+    """Indices in the sequence of the M tokens that stand for media, int64 [M]."""
     rows: NDArray[np.int64]
-    """int64 [M]: their rows in the towers' output for all items, one item after the other."""
+    """Row of each media token in the towers' outputs, int64 [M]. The outputs of all items follow one another."""
     begins: tuple[int, ...]
-    """Index in `places` of each item's first token."""
+    """Index in `places` of each media item's first token."""
     positions: NDArray[np.float32]
-    """float32 [3, P]: positions of the tokens by time, row and column."""
+    """Positions of the first P tokens in time, row and column, float32 [3, P]."""
     next_position: float
     """Position of the first token after the media's tokens."""
 
@@ -83,7 +83,7 @@ class SequenceMedia:
         tokens: MediaTokens,
         begins: Sequence[int] | None = None,
     ) -> Self:
-        """Lay out token ids with their media.
+        """Assign media items to the media tokens of a sequence, and compute the tokens' positions.
 
         Args:
             sequence: expanded token ids, [P].
@@ -102,22 +102,22 @@ class SequenceMedia:
         return cls(tuple(items), places, layout.rows, firsts, layout.positions, layout.next_position)
 
     def positions_of(self, tokens: int) -> NDArray[np.float32]:
-        """Return the positions of a sequence that begins with these tokens, float32 [3, tokens]."""
+        """Return the positions of a sequence of `tokens` tokens in time, row and column, float32 [3, tokens]."""
         rest = np.float32(self.next_position) + np.arange(tokens - self.positions.shape[1], dtype=np.float32)
         return np.concatenate((self.positions, np.tile(rest, (3, 1))), axis=1)
 
     def hashes_before(self, end: int) -> list[str]:
-        """Return the hashes of the items that begin before token `end`."""
+        """Return the hashes of the media items that begin before token `end`."""
         return [item.sha256 for item, begin in zip(self.items, self.begins, strict=True) if self.places[begin] < end]
 
 
 class GroupMediaReader:
-    """Decodes the media of groups, with a cache of the most recently read."""
+    """Decodes the media of groups, and caches the most recently decoded items."""
 
     def __init__(self, tokens: MediaTokens) -> None:
-        """Make a reader for a model with these tokens for media."""
+        """`tokens`: the token ids with which the model marks media."""
         self.tokens = tokens
-        """The model's tokens for media."""
+        """Token ids with which the model marks media."""
         self._lock = threading.Lock()
         self._cache = MediaCache(KEPT_BYTES)
 
@@ -217,22 +217,22 @@ def check_media(columns: Mapping[str, Any], tokens: MediaTokens | None) -> None:
 @message
 @dataclass(frozen=True)
 class PackedMedia:
-    """Media of a micro-batch of T tokens, each item once."""
+    """Media of a micro-batch; an item that several sequences share is stored once."""
 
     items: tuple[DecodedItem, ...]
-    """The items; their rows in the towers' output follow one another."""
+    """Media items, in the order of their rows in the towers' outputs."""
     places: NDArray[np.int64]
-    """int64 [M]: positions of the tokens that stand for media."""
+    """Indices in the micro-batch of the M tokens that stand for media, int64 [M]."""
     rows: NDArray[np.int64]
-    """int64 [M]: their rows in the towers' output."""
+    """Row of each media token in the towers' outputs, int64 [M]."""
 
 
 def pack_media(sequences: Sequence[tuple[int, int, SequenceMedia]]) -> PackedMedia | None:
-    """Return the media of sequences that are stored in a row; None if they have none.
+    """Return the media of a micro-batch's sequences; None if they have none.
 
     Args:
-        sequences: begin of each sequence in the row, the number of its first tokens that are stored with an earlier
-            one, and its media.
+        sequences: for each sequence its first token's index in the micro-batch, the number of its first tokens that
+            an earlier sequence stores, and its media.
     """
     first: dict[str, int] = {}
     items: list[DecodedItem] = []

@@ -22,39 +22,39 @@ from services.trainer.batch.disk_files import errors_of_the_system, sync
 from services.trainer.megatron.rank_messages import message
 
 OUTCOME = "skipped_updates"
-"""Field of a plan with the indices of skipped updates; added once the step's updates are done."""
+"""Field of a recorded plan: indices of skipped updates. The trainer adds it after the step's updates."""
 
 
 class PlanError(ValueError):
-    """A recorded plan is malformed."""
+    """Raised if a recorded plan is malformed."""
 
 
 @message
 @dataclass(frozen=True)
 class SequenceSlice:
-    """Some sequences of one group, in one micro-batch."""
+    """Sequences of one group that are in the same micro-batch."""
 
     group_id: str
-    """The group."""
+    """Id of the group."""
     sequences: tuple[int, ...]
-    """Indices of its sequences, in order. No sequence is in two slices."""
+    """Indices of the sequences in the group, ascending. No sequence is in two slices."""
 
 
 MicroBatchSlices = tuple[SequenceSlice, ...]
-"""Sequences packed into one micro-batch."""
+"""Slices of groups that are packed into one micro-batch."""
 
 
 @message
 @dataclass(frozen=True)
 class MicroBatchRound:
-    """Micro-batches that all ranks process together."""
+    """Micro-batches that all data-parallel ranks process together, equally many on each."""
 
     micro_batches: tuple[tuple[MicroBatchSlices, ...], ...]
     """Micro-batches by data-parallel rank. Every rank has the same number; some may be empty."""
 
     @property
     def group_ids(self) -> set[str]:
-        """Ids of its groups."""
+        """Ids of the groups with a sequence in this round."""
         return {piece.group_id for rank in self.micro_batches for micro_batch in rank for piece in micro_batch}
 
     def to_json(self) -> list[Any]:
@@ -66,7 +66,7 @@ class MicroBatchRound:
 
     @classmethod
     def from_json(cls, value: list[Any]) -> "MicroBatchRound":
-        """Restore the result of `to_json`."""
+        """Restore a round from the lists that `to_json` returns."""
         return cls(
             tuple(
                 tuple(
@@ -80,20 +80,20 @@ class MicroBatchRound:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The groups of one optimizer update."""
+    """Groups of one optimizer update, packed into rounds of micro-batches."""
 
     rounds: tuple[MicroBatchRound, ...]
-    """The micro-batches, in order."""
+    """Rounds of micro-batches, in the order of training."""
     samples: int
-    """Number of samples in all its groups."""
+    """Number of samples in all groups of the mini-batch."""
     trained_tokens: int
-    """Number of tokens with mask 1 in all its groups."""
+    """Number of tokens with loss_mask 1 in all groups of the mini-batch."""
     normalizer: float
-    """Divisor of the summed loss."""
+    """Number by which the update's summed loss is divided."""
 
     @property
     def group_ids(self) -> set[str]:
-        """Ids of its groups."""
+        """Ids of the groups in this mini-batch."""
         return set[str]().union(*(entry.group_ids for entry in self.rounds))
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class MiniBatch:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "MiniBatch":
-        """Restore the result of `to_json`."""
+        """Restore a mini-batch from the JSON that `to_json` returns."""
         return cls(
             rounds=tuple(MicroBatchRound.from_json(entry) for entry in value["rounds"]),
             samples=int(value["samples"]),
@@ -118,7 +118,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All inputs of a step's arithmetic, besides the groups' columns."""
+    """All inputs of a step's arithmetic except the groups' columns."""
 
     step: int
     """Number of the step, counted from 1."""
@@ -127,28 +127,29 @@ class StepPlan:
     seed: int
     """Seed of torch's generators."""
     groups: tuple[str, ...]
-    """The groups, in the order of their arrival in the step."""
+    """Ids of the step's groups, in the order in which the step took them."""
     mini_batches: tuple[MiniBatch, ...]
     """The step's mini-batches, in the order of their updates. Each group is in exactly one."""
     epochs: int = 1
-    """Number of passes over the mini-batches."""
+    """Number of times that the step trains on each mini-batch."""
     whitening: Whitening | None = None
-    """Normalisation of the advantages before training; None: they are used unchanged."""
+    """Normalisation of the advantages before training; None to use them unchanged."""
     refreshed: tuple[str, ...] = ()
-    """Roles whose models take over the weights after the step."""
+    """Roles whose models get a copy of the policy's weights after the step."""
     reference: str = ""
-    """Weights of the reference service that scored its groups (`weights_after`); "": the initial ones."""
+    """Name of the weights with which the reference service scored the groups (`weights_after`); "" for the initial
+    weights."""
     skipped_updates: tuple[int, ...] | None = None
     """Indices in `updates` of the updates skipped because their loss or gradient wasn't finite. None if unknown, as in
     a step file, which is written before the updates."""
 
     @property
     def updates(self) -> tuple[MiniBatch, ...]:
-        """The mini-batch of each update, in order."""
+        """Mini-batch of each of the step's updates, in order."""
         return self.mini_batches * self.epochs
 
     def groups_of(self, mini_batch: MiniBatch) -> list[str]:
-        """Return the groups of a mini-batch, in the order of `groups`."""
+        """Return the ids of a mini-batch's groups, in the order of `groups`."""
         ids = mini_batch.group_ids
         return [group_id for group_id in self.groups if group_id in ids]
 
@@ -171,7 +172,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "StepPlan":
-        """Restore the result of `to_json`.
+        """Restore a plan from the JSON that `to_json` returns.
 
         Raises:
             PlanError: a field is missing or of another kind.
@@ -195,24 +196,24 @@ class StepPlan:
 
 
 SCHEDULE = 20
-"""Number of micro-batches for each pipeline stage except one, in a schedule that runs while a step fills. A stage then
-idles for a 21st of the schedule."""
+"""Number of micro-batches per pipeline stage beyond the first, in a schedule that runs while a step fills. A stage then
+idles for 1/21 of the schedule."""
 
 
 def schedule_length(stages: int, chunks: int = 1) -> int:
     """Return the number of micro-batches per data-parallel rank in a round that runs before the step is full.
 
-    With several chunks it is a multiple of `stages`, for the smallest `group_size`.
+    With several model chunks per stage, the number is a multiple of `stages`, so that `group_size` is smallest.
     """
     length = max(1, SCHEDULE * (stages - 1))
     return length if chunks == 1 else length + -length % stages
 
 
 def group_size(micro_batches: int, stages: int) -> int:
-    """Return the number of micro-batches that a stage takes through one chunk before the next chunk.
+    """Return the number of consecutive micro-batches that a stage runs through one model chunk before the next chunk.
 
-    This is the smallest size at which each group, also the last, has at least one micro-batch per stage. Megatron
-    refuses smaller groups; larger ones take more memory.
+    This is the smallest size at which each set of micro-batches, also the last, has at least one micro-batch per stage.
+    Megatron refuses smaller sets; larger sets take more memory.
 
     Raises:
         ValueError: there are fewer micro-batches than stages.
@@ -241,14 +242,14 @@ def bubble_share(rounds: Iterable[MicroBatchRound], stages: int, chunks: int = 1
 
 
 JSON_SUFFIX = ":json"
-"""Suffix of tensors that hold a JSON value as UTF-8."""
+"""Suffix of the names of tensors that hold a JSON value as UTF-8 bytes."""
 
 Columns = Mapping[str, Any]
-"""A group's columns: numpy arrays, or JSON values."""
+"""Columns of a group by name: numpy arrays, or JSON values."""
 
 
 class StepFileError(Exception):
-    """A step file is missing, damaged, or belongs to another step than the ledger says."""
+    """Raised if a step file is missing or damaged, or does not match the step in the ledger."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class StepFile:
     plan: StepPlan
     """The step's plan."""
     groups: dict[str, dict[str, Any]]
-    """Columns by group id."""
+    """Columns of each group, by group id."""
 
 
 def step_file_path(run_folder: Path, step: int) -> Path:

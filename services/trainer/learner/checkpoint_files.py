@@ -1,4 +1,4 @@
-"""The files of a rank's part of a checkpoint: safetensors, whose metadata says which elements each tensor has.
+"""A rank's checkpoint files: safetensors, whose metadata says which elements of the whole model each tensor holds.
 
     rank-00003-0.safetensors rank-00003-1.safetensors ...     RANK-NUMBER, of equal size
 
@@ -6,9 +6,9 @@ A file is a header followed by a contiguous range of host memory, so writing and
 range is aligned in memory and in the file, so the disk reads it directly (O_DIRECT): the page cache would cost a copy
 and additional memory for each page.
 
-That memory has copies of the learner's state, made during the next step's forward and backward pass. Only the optimizer
-step changes weights and optimizer state, so a snapshot need not copy them at once. It plans its files with
-uninitialised memory, which a thread fills; the next optimizer step waits for the thread.
+A snapshot plans its files with uninitialised memory. A thread then copies the learner's state into this memory during
+the next step's forward and backward pass. Only the optimizer step changes weights and optimizer state, so the next
+optimizer step waits for the thread.
 """
 
 import errno
@@ -42,7 +42,7 @@ from services.trainer.learner.checkpoint_pieces import (
 from services.trainer.learner.small_moments import Float8Values
 
 STAGING_BYTES = 32 << 20
-"""Bytes of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""
+"""Size of each of two pinned buffers, in bytes. The GPU fills one while the host copies from the other."""
 ALIGNMENT = 4096
 """Alignment of addresses, file offsets and sizes, in bytes, so that the disk can read memory directly."""
 
@@ -56,7 +56,7 @@ class HostMemory:
         self._touching: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Begin a new snapshot, whose calls of `take` reuse the memory in the same order."""
+        """Begin a new snapshot. Its calls of `take` reuse the last snapshot's memory, in the same order."""
         self._taken = 0
 
     def take(self, size: int) -> Tensor:
@@ -71,13 +71,13 @@ class HostMemory:
         return self._tensors[index]
 
     def touch(self) -> None:
-        """Start a thread that zeroes the taken memory, so that the system provides it. Call `touched` before use."""
+        """Start a thread that zeroes the taken memory, so that the system allocates it. Call `touched` before use."""
         tensors = list(self._tensors)
         self._touching = threading.Thread(target=_touch, args=(tensors,), name="touch-checkpoint", daemon=True)
         self._touching.start()
 
     def touched(self) -> None:
-        """Wait for `touch`, if it was called."""
+        """Wait until the thread that `touch` started has ended, if any."""
         if self._touching is not None:
             self._touching.join()  # it only writes to memory
             self._touching = None
@@ -90,10 +90,10 @@ def _touch(tensors: list[Tensor]) -> None:
 
 
 class HostCopies:
-    """Host memory that will be filled with the current values of tensors."""
+    """Copies of tensors in host memory, which a thread makes later."""
 
     def __init__(self, device: torch.device, memory: HostMemory) -> None:
-        """Copy tensors on `device` or in the host's memory to `memory`, which nothing else uses now."""
+        """`device`: where the tensors are, unless in host memory. `memory`: target memory, which nothing else uses."""
         memory.begin()
         self.memory = memory
         self._device = device
@@ -103,11 +103,11 @@ class HostCopies:
         self._error: Exception | None = None
 
     def add(self, target: Tensor, source: Tensor | Float8Values) -> None:
-        """Register a copy of `source` to `target`, a part of the memory with the same shape and type."""
+        """Register a copy of `source` to `target`, a part of `memory` with the same shape and type."""
         self._work.append((target, source.detach() if isinstance(source, Tensor) else source))
 
     def start(self) -> None:
-        """Start copying in a thread. All ranks call it in their training threads."""
+        """Start a thread that makes the registered copies. All ranks call this in their training threads."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the copies run on another stream
         threading.Thread(target=self._fill, name="copy-checkpoint", daemon=True).start()
@@ -117,7 +117,7 @@ class HostCopies:
         return self._filled.wait(seconds)
 
     def wait_or_raise(self, seconds: float) -> None:
-        """Wait until the sources may change.
+        """Wait until all copies are made or one has failed, so that the sources may change.
 
         Raises:
             TimeoutError: copying took longer than `seconds`.
@@ -126,7 +126,7 @@ class HostCopies:
             raise TimeoutError(f"copying the state for a checkpoint took longer than {seconds:g} s")
 
     def check(self) -> None:
-        """Wait for the copies; raise the exception of the copying thread, if any."""
+        """Wait until copying has ended; raise the copying thread's exception, if any."""
         self._filled.wait()
         if self._error is not None:
             raise self._error
@@ -148,7 +148,7 @@ class HostCopies:
 
 
 def _parts(source: Tensor | Float8Values, count: int) -> Iterator[Tensor]:
-    """Yield `count` elements at a time, so that no more than these exist in two element types at once."""
+    """Yield the tensor in parts of `count` elements, so that only one part at a time exists in two element types."""
     if isinstance(source, Tensor):
         yield from source.reshape(-1).split(count)
     else:
@@ -162,12 +162,12 @@ class _Stage:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: list[Tensor] = []
         self._arriving: tuple[torch.cuda.Event, Tensor, Tensor] | None = None
-        """The copy in progress: its event, the pinned buffer, and the target."""
+        """Running copy from the GPU: its CUDA event, the pinned buffer, and the host tensor to fill from the buffer."""
         if self._stream is not None:
             self._free = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
     def copy(self, target: Tensor, source: Tensor | Float8Values) -> None:
-        """Copy to a host tensor of the same shape; complete after `finish`."""
+        """Copy `source` to the host tensor `target` of the same shape. The copy is complete after `finish`."""
         count = STAGING_BYTES // source.element_size()
         parts = zip(target.view(-1).split(count), _parts(source, count), strict=True)
         if self._stream is None or not source.is_cuda:
@@ -183,7 +183,7 @@ class _Stage:
                 self._arriving = arrived, pinned, to
 
     def finish(self) -> None:
-        """Complete the copy in progress."""
+        """Wait for the running copy from the GPU, and fill its target from the pinned buffer."""
         if self._arriving is None:
             return
         (arrived, pinned, to), self._arriving = self._arriving, None
@@ -193,43 +193,43 @@ class _Stage:
 
 
 FILE_BYTES = 64 << 20
-"""Approximate bytes per file of a rank's part; its files are written and hashed concurrently."""
+"""Approximate size of one of a rank's files, in bytes; a rank writes and hashes its files concurrently."""
 MAX_FILES = 8
-"""Maximum number of files of a rank."""
+"""Maximum number of checkpoint files per rank."""
 CHUNK_BYTES = 64 << 20
-"""Bytes to hash and write at a time. After each chunk the thread waits for Python's interpreter lock."""
+"""Size of the chunks that are hashed and written, in bytes. After each, the thread waits for Python's global lock."""
 PIECES, GENERATORS = "pieces", "generators"
-"""Keys of JSON values in a file's metadata: pieces by tensor name, and states of the rank's random generators."""
+"""Keys of JSON values in a file's metadata: descriptions of pieces by tensor name, and the rank's generator states."""
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-"""Names of element types in safetensors."""
+"""Names that safetensors has for torch's element types."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A piece in a rank's memory."""
+    """Piece to be stored in a checkpoint, with its elements in the rank's memory."""
 
     piece: Piece
-    """The stored piece."""
+    """Place of the elements in the whole model."""
     tensor: Elements
-    """Elements of the piece."""
+    """The piece's elements, flat."""
 
 
 def part_name(rank: int, number: int) -> str:
-    """Return the name of one of a rank's files."""
+    """Return the name of a rank's checkpoint file `number`."""
     return f"rank-{rank:05d}-{number}.safetensors"
 
 
 def rank_of(name: str) -> int | None:
-    """Return the rank in the name of a rank's file; None for other files."""
+    """Return the rank that a checkpoint file's name contains; None for other names."""
     kind, _, rest = name.partition("-")
     return int(rest.partition("-")[0]) if kind == "rank" and name.endswith(".safetensors") else None
 
 
 class PartFiles:
-    """The files of this rank's part of one checkpoint."""
+    """Files that this rank writes for one checkpoint."""
 
     def __init__(self, stored: list[Stored], rank: int, generators: dict[str, Any], copies: HostCopies) -> None:
-        """Plan the files and their content in host memory, which `copies` fills later."""
+        """Plan the files. `copies` will copy their content to host memory."""
         self._files: dict[str, tuple[bytes, Tensor]] = {}
         size = sum(one.tensor.nbytes for one in stored)
         files = min(MAX_FILES, max(1, size // FILE_BYTES))
@@ -243,7 +243,7 @@ class PartFiles:
                 begin = end
             self._files[part_name(rank, number)] = _header(content, metadata), memory
         self.nbytes = sum(len(header) + memory.nbytes for header, memory in self._files.values())
-        """Total bytes of the files."""
+        """Total size of the files, in bytes."""
 
     def write(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Write the files and wait until they are on disk.
@@ -258,9 +258,9 @@ class PartFiles:
 
 
 def divided(stored: list[Stored], files: int) -> list[list[Stored]]:
-    """Divide pieces among files of equal size, cutting pieces where a file ends.
+    """Divide pieces among `files` files of equal size, cutting pieces where a file ends.
 
-    Pieces with large elements come first in a file: this aligns all of them, although safetensors allows no gaps.
+    Pieces with large elements come first in a file, so that all pieces are aligned; safetensors allows no gaps.
     """
     share = -(-sum(one.tensor.nbytes for one in stored) // files)
     found: list[list[Stored]] = [[]]
@@ -280,7 +280,7 @@ def divided(stored: list[Stored], files: int) -> list[list[Stored]]:
 
 
 def _cut(stored: Stored, count: int) -> tuple[Stored, Stored | None]:
-    """Cut a piece into its first elements and the rest."""
+    """Cut a piece into one with its first `count` elements and one with the rest; None if there is no rest."""
     if count == stored.tensor.numel():
         return stored, None
     middle = stored.piece.begin + count
@@ -308,7 +308,7 @@ def _header(content: list[Stored], metadata: dict[str, str]) -> bytes:
 
 
 def described(piece: Piece) -> dict[str, Any]:
-    """Return a piece's metadata for its file (`Piece`, `Box`)."""
+    """Return a piece's description for the metadata of its file."""
     box = piece.box
     return {
         "tensor": box.tensor,
@@ -323,7 +323,7 @@ def described(piece: Piece) -> dict[str, Any]:
 
 
 def piece_of(description: dict[str, Any]) -> Piece:
-    """Return the piece for metadata made by `described`."""
+    """Restore a piece from the description that `described` returns."""
     whole, offset, shape = (tuple(description[name]) for name in ("whole", "offset", "shape"))
     box = Box(description["tensor"], whole, offset, shape, description["padded"])
     return Piece(description["state"], box, description["begin"], description["end"])
@@ -362,8 +362,10 @@ def _write_all(file: FileIO, content: memoryview) -> None:
 
 
 def _write(file: FileIO, content: memoryview, direct: int) -> int:
-    """Write `content` or a part of it; `direct` is O_DIRECT or 0. Return the bytes written. Raises OSError, with EINVAL
-    if direct writing is unsupported."""
+    """Write `content` or its beginning, and return the number of bytes written. `direct`: O_DIRECT or 0.
+
+    Raises OSError, with EINVAL if direct writing is unsupported.
+    """
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT | direct)
     return file.write(content)
@@ -375,38 +377,38 @@ TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class CheckpointError(Exception):
-    """A checkpoint doesn't fit the model or the trainer."""
+    """Raised if a checkpoint doesn't fit the model or the trainer."""
 
 
 @dataclass
 class Wanted:
-    """Elements to load."""
+    """Elements to load from a checkpoint, and where to put them."""
 
     piece: Piece
-    """The elements' piece of the model."""
+    """Place of the elements in the whole model."""
     target: Tensor
     """Destination of the elements: a flat tensor of any element type on any device."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Elements to read from a file: a rectangle of a whole tensor."""
+    """Planned read of elements from a checkpoint file: a rectangle of a whole tensor."""
 
     rectangle: Rectangle
     source: Piece
-    """Piece of the file that contains the rectangle."""
+    """Piece in the file that contains the rectangle."""
     begin: int
-    """Offset of that piece in the file, in bytes."""
+    """Offset of the piece `source` in the file, in bytes."""
     dtype: torch.dtype
-    """The file's element type."""
+    """Element type in the file."""
     wanted: Wanted
 
 
 class PartFile:
-    """One file of a checkpoint."""
+    """Reader of one checkpoint file's header."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header of a file. Raises CheckpointError if it has another format."""
+        """Read the file's header. Raises CheckpointError if the file is not part of a checkpoint."""
         self.path = path
         with path.open("rb", buffering=0) as file:
             size = int.from_bytes(file.read(8), "little")
@@ -423,7 +425,7 @@ class PartFile:
 
     @cached_property
     def pieces(self) -> list[tuple[Piece, int, torch.dtype]]:
-        """Pieces in the file, with their offsets and element types."""
+        """Pieces in the file, each with its offset in bytes and its element type."""
         return [
             (piece_of(one), self._begin + self._header[name]["data_offsets"][0], TYPES[self._header[name]["dtype"]])
             for name, one in json.loads(self._metadata[PIECES]).items()
@@ -431,20 +433,20 @@ class PartFile:
 
 
 def part_files(folder: Path, rank: int) -> Iterator[PartFile]:
-    """Yield the files of a checkpoint's parts: first the rank's own, then its neighbours'."""
+    """Yield the files of a checkpoint: first those of this rank number, then the other ranks', nearest first."""
     ranks = {path: of for path in folder.iterdir() if (of := rank_of(path.name)) is not None}
     for path in sorted(ranks, key=lambda path: (abs(ranks[path] - rank), path.name)):
         yield PartFile(path)
 
 
 class Loading:
-    """Elements that a rank loads from a checkpoint, and their places in its files."""
+    """Plan of the elements that a rank loads from a checkpoint, and where the files have them."""
 
     def __init__(self, folder: Path, rank: int, wanted: list[Wanted]) -> None:
-        """Find the wanted elements in the parts of a checkpoint.
+        """Find the wanted elements in the files of a checkpoint.
 
         Raises:
-            CheckpointError: elements are missing or are in two parts, or tensors have other shapes.
+            CheckpointError: elements are missing or stored twice, or tensors have other shapes than in the model.
         """
         self._folder = folder
         self._reads: dict[Path, list[_Read]] = defaultdict(list)
@@ -477,7 +479,7 @@ class Loading:
         in_parallel(work, progress, partial(torch.cuda.set_device, device) if device.type == "cuda" else _nothing)
 
     def _find(self, number: int, piece: Piece, path: Path, begin: int, dtype: torch.dtype) -> None:
-        """Plan to read the wanted elements that a file's piece contains."""
+        """Plan to read those elements of `self._wanted[number]` that a piece in a file contains."""
         one = self._wanted[number]
         if not one.piece.box.fits(piece.box):
             self._refuse(f"{piece.box.tensor} has the shape {piece.box.whole} there, and {one.piece.box.whole} here")
@@ -496,7 +498,7 @@ class Loading:
             self._reads[path].append(_Read(rectangle, piece, begin, dtype, one))
 
     def _found(self, wanted: Wanted, rectangle: Rectangle) -> tuple[Path, Rectangle]:
-        """Return the file that already provides some of a rectangle's wanted elements, and these elements."""
+        """Return a file from which elements of the rectangle are read already, and the rectangle of these elements."""
         return next(
             (path, both)
             for path, reads in self._reads.items()
@@ -509,11 +511,11 @@ class Loading:
 
 
 def _nothing() -> None:
-    """Do nothing: on the CPU, a thread needs no device set at its start."""
+    """Do nothing: threads that read into CPU memory need no CUDA device."""
 
 
 def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Yield a piece's rectangles, cut to a whole tensor of another shape."""
+    """Yield a piece's rectangles, cut to the shape `whole` of the stored tensor."""
     everything = (tuple(0 for _ in whole), whole)
     for rectangle in piece.box.rectangles(piece.begin, piece.end):
         if (found := intersection(rectangle, everything)) is not None:
@@ -521,7 +523,7 @@ def _within(piece: Piece, whole: tuple[int, ...]) -> Iterator[Rectangle]:
 
 
 def _overlaps(source: Piece, target: Piece) -> Iterator[Rectangle]:
-    """Yield the rectangles of the whole tensor that two pieces have in common."""
+    """Yield the rectangles of elements that two pieces of a tensor have in common."""
     if source.box.same_place(target.box):
         begin, end = max(source.begin, target.begin), min(source.end, target.end)
         found = target.box.rectangles(begin, end)
@@ -559,7 +561,7 @@ def _read_file(path: Path, reads: list[_Read], progress: Progress) -> None:
 
 
 def _chunks(rectangle: Rectangle, box: Box, most: int) -> Iterator[Rectangle]:
-    """Divide a rectangle until each part spans at most `most` elements of the box."""
+    """Yield parts of a rectangle. From first to last element, each part spans at most `most` elements of the box."""
     first, last = _ends(rectangle, box)
     starts, sizes = rectangle
     cut = next((dimension for dimension, size in enumerate(sizes) if size > 1), None)
@@ -573,7 +575,7 @@ def _chunks(rectangle: Rectangle, box: Box, most: int) -> Iterator[Rectangle]:
 
 
 def _ends(rectangle: Rectangle, box: Box) -> tuple[int, int]:
-    """Return the places of a rectangle's first and last element in a box."""
+    """Return the offsets of a rectangle's first and last element in a box, in row-major order."""
     starts, sizes = rectangle
     return box.place(starts), box.place(tuple(at + size - 1 for at, size in zip(starts, sizes, strict=True)))
 

@@ -25,12 +25,12 @@ from torch import Tensor
 from services.trainer.learner.small_moments import MOMENTS, Float8Values, float8_values
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index and size in each dimension."""
+"""Rectangular part of a tensor: the first index and the size in each dimension."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a whole tensor, held by one rank's layers."""
+    """Rectangular part of a whole tensor, held by one rank's layers."""
 
     tensor: str
     """Name of the whole tensor."""
@@ -41,36 +41,36 @@ class Box:
     shape: tuple[int, ...]
     """Shape of the box, with the same number of dimensions."""
     padded: bool = False
-    """True if layouts pad the first dimension differently, as for the vocabulary."""
+    """True if parallel layouts pad the first dimension to different sizes, as for the vocabulary."""
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in the box."""
         return prod(self.shape)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Distance of neighbours in each dimension, in elements."""
+        """Strides of the box in row-major order, in elements."""
         return tuple(prod(self.shape[dimension + 1 :]) for dimension in range(len(self.shape)))
 
     def place(self, index: tuple[int, ...]) -> int:
-        """Return the place of an element, given by its index in the whole tensor, in the box's row-major order."""
+        """Return the offset in the box, in row-major order, of the element at `index` of the whole tensor."""
         local = (at - first for at, first in zip(index, self.offset, strict=True))
         return sum(at * stride for at, stride in zip(local, self.strides, strict=True))
 
     def rectangles(self, begin: int, end: int) -> list[Rectangle]:
-        """Return elements `begin` to `end - 1` in row-major order as rectangles of the whole tensor."""
+        """Return rectangles of the whole tensor with the box's elements `begin` to `end - 1` in row-major order."""
         return [
             (tuple(at + first for at, first in zip(local, self.offset, strict=True)), sizes)
             for local, sizes in _rectangles(self.shape, begin, end)
         ]
 
     def same_place(self, other: "Box") -> bool:
-        """Return True if another box has the same elements of the same tensor."""
+        """Return True if box `other` covers the same elements of the same tensor."""
         return (self.tensor, self.offset, self.shape) == (other.tensor, other.offset, other.shape)
 
     def fits(self, other: "Box") -> bool:
-        """Return True if another box's whole tensor has the same shape, apart from padding."""
+        """Return True if the whole tensor of box `other` has the same shape, apart from padding."""
         if not self.padded:
             return self.whole == other.whole
         return len(self.whole) == len(other.whole) and self.whole[1:] == other.whole[1:]
@@ -108,7 +108,7 @@ def intersection(one: Rectangle, other: Rectangle) -> Rectangle | None:
 
 
 def without(one: Rectangle, other: Rectangle) -> list[Rectangle]:
-    """Return rectangles that cover the first one without the second."""
+    """Return rectangles with the elements of `one` that are not in `other`."""
     both = intersection(one, other)
     if both is None:
         return [one]
@@ -133,43 +133,43 @@ def shown(rectangle: Rectangle) -> str:
 
 
 WEIGHTS = "weights"
-"""Name of the weights among a parameter's states: float32 main weights, or the model's if it isn't trained."""
+"""Name of the state that is the weights: float32 main weights of a trained parameter, else the model's weights."""
 STATE = {WEIGHTS: "param"} | {name: name for name in MOMENTS}
-"""States of a trained parameter, with Megatron's name of each."""
+"""Names of a trained parameter's states, mapped to Megatron's names."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a whole tensor, in a rank's memory or in a file."""
+    """Consecutive elements of a box, in a rank's memory or in a file."""
 
     state: str
-    """One of STATE."""
+    """Name of the state that the elements belong to, from STATE."""
     box: Box
     """Box that contains the elements."""
     begin: int
     """Offset of the first element in the box's row-major order."""
     end: int
-    """Offset after the last element."""
+    """Offset after the last element, in the box's row-major order."""
 
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A box of a rank's parameter. Some parameters have two boxes, such as a gate and its projection."""
+    """Box that a rank's parameter contains. Some parameters contain two, such as a gate and its projection."""
 
     box: Box
-    """Part of the whole model's tensor."""
+    """Place of the elements in the whole model's tensor."""
     start: int
-    """Offset of the box's first element in the parameter's row-major order."""
+    """Offset of the box's first element in the parameter, in row-major order."""
     saved: bool
     """True if this rank saves its copy of the parameter; the same on all data-parallel ranks."""
 
 
 Boxes = Mapping[Tensor, list[LocalBox]]
-"""The boxes of each parameter."""
+"""Boxes that each parameter of a model contains."""
 Elements = Tensor | Float8Values
-"""Elements of a rank's state: a flat tensor, or numbers with scales."""
+"""Elements of a state in a rank's memory: a flat tensor, or float8 numbers with scales."""
 Pieces = Iterator[tuple[Piece, Elements, bool]]
-"""Pieces with their elements, and whether this rank saves them."""
+"""Iterator over pieces, each with its elements, and True if this rank saves the piece."""
 
 
 def boxes_of(model: Any, name: str) -> Boxes:
@@ -206,7 +206,7 @@ def _local_box(part: ShardedTensor, parameter: Tensor, name: str) -> LocalBox:
 
 
 def trained_pieces(boxes: Boxes, optimizers: list[Any]) -> Pieces:
-    """Return this rank's pieces of the main weights and moments of Megatron's distributed optimizers."""
+    """Yield the pieces of main weights and moments that this rank's distributed optimizers hold."""
     for one in optimizers:
         for parameter in one.model_param_group_index_map:
             places = one._get_model_param_range_map(parameter)["param"]
@@ -219,11 +219,11 @@ def trained_pieces(boxes: Boxes, optimizers: list[Any]) -> Pieces:
 
 
 def untrained_pieces(boxes: Boxes, *, share: bool) -> Pieces:
-    """Return the pieces of the parameters that aren't trained.
+    """Yield the pieces of weights that aren't trained.
 
     Args:
-        boxes: the model's boxes.
-        share: return only this rank's share, because all data-parallel ranks have the same weights.
+        boxes: boxes of all parameters of the model.
+        share: yield only this rank's share of the elements, because all data-parallel ranks have the same weights.
     """
     for parameter in boxes:
         if not parameter.requires_grad:
@@ -231,7 +231,7 @@ def untrained_pieces(boxes: Boxes, *, share: bool) -> Pieces:
 
 
 def weight_pieces(boxes: Boxes, parameter: Tensor, *, share: bool = False) -> Pieces:
-    """Return the pieces of a parameter's weights in the model; see `untrained_pieces`."""
+    """Yield the pieces of a parameter's weights, as the model has them. `share`: see `untrained_pieces`."""
     begin, end, count = 0, parameter.numel(), parameter.numel()
     if share:
         rank, size = _data_parallel(parameter)
@@ -241,7 +241,7 @@ def weight_pieces(boxes: Boxes, parameter: Tensor, *, share: bool = False) -> Pi
 
 
 def _pieces(boxes: list[LocalBox], state: str, flat: Elements, begin: int, end: int) -> Pieces:
-    """Yield the pieces of a parameter's elements `begin` to `end - 1`, whose values are `flat`."""
+    """Yield the pieces of a parameter's elements `begin` to `end - 1`; `flat` contains these elements."""
     for local in boxes:
         first, last = max(begin, local.start), min(end, local.start + local.box.numel)
         if first < last:
@@ -250,7 +250,7 @@ def _pieces(boxes: list[LocalBox], state: str, flat: Elements, begin: int, end: 
 
 
 def _data_parallel(parameter: Tensor) -> tuple[int, int]:
-    """Return this rank's index among the ranks with the same part of a parameter, and their number."""
+    """Return this rank's index among the ranks with the same part of a parameter, and the number of these ranks."""
     if not getattr(parameter, "allreduce", True):  # an expert's
         return parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
     return (

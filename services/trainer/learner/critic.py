@@ -25,11 +25,11 @@ from services.trainer.model.policy_model import freeze_routers, routers
 from services.trainer.transformer.router import reset_counters
 
 VALUE_LOSS = "value_loss"
-"""Name under which micro-batches report their sum of the critic's loss."""
+"""Name of the reported sum of the critic's loss over a micro-batch's tokens."""
 
 
 class Critic:
-    """The critic of this rank. All ranks make the same calls in the same order."""
+    """One rank's part of the critic model. All ranks make the same calls in the same order."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class Critic:
 
     @property
     def state(self) -> TrainedModel:
-        """The critic's state for a checkpoint."""
+        """Model, optimizer and learning-rate schedule of the critic, for a checkpoint."""
         return TrainedModel(self.module, self.optimizer, self._schedule)
 
     def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         return self._forward.values(self.model, micro_batches)
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool) -> list[dict[str, Tensor]]:
-        """Run forward and backward, adding to the accumulated gradients of the summed loss; see `Learner.accumulate`.
+        """Run forward and backward passes, and add up the gradients of the summed loss; see `Learner.accumulate`.
 
         Returns:
             For each micro-batch the sum of VALUE_LOSS, and the number of tokens whose value moved beyond the clip.
@@ -91,17 +91,17 @@ class Critic:
             return self._forward.run(self.model, micro_batches, self._loss, forward_only=False)
 
     def pending(self, loss: float) -> PendingUpdate:
-        """Return the critic's part of the next update."""
+        """Return what the next weight update needs of the critic: optimizer, schedule, loss and gradient clipping."""
         return PendingUpdate(self.optimizer, self._schedule, loss, self._clip_grad)
 
     def discard(self) -> None:
-        """Drop the accumulated gradients."""
+        """Discard the accumulated gradients."""
         reset_counters(self._routers)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def _loss(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
-        """Return the summed value loss of the trained tokens, weighted as the policy's, and its sums."""
+        """Return a micro-batch's value loss, summed with the token weights of the policy's loss, and sums to report."""
         values = self._forward.token_values(weight, batch, hidden)
         per_token, clipped = clipped_value_loss(values, batch.columns[VALUES], batch.columns[RETURNS], self._clip)
         loss = (batch.weight * per_token).sum()

@@ -16,8 +16,8 @@ from services.trainer.megatron.sharded_gradients import ShardedGradients, Withou
 from services.trainer.model.policy_model import StageModel
 
 BUCKET_PARAMETERS: int | None = None
-"""Number of parameters in a bucket, whose gradients are reduced together while others are computed. None: Megatron's
-default, 40 million for up to 40 ranks."""
+"""Number of parameters per gradient bucket; a bucket's gradients are reduced together while others are computed. None
+for Megatron's default: 40 million for up to 40 ranks."""
 
 
 class DataParallel(DistributedDataParallel):
@@ -44,13 +44,13 @@ class DataParallel(DistributedDataParallel):
         with WithoutGradientMemory() if self._shard else nullcontext():
             super().__init__(config=model.config, ddp_config=settings, module=model)
         self.sharded = ShardedGradients(self, overlap=overlap) if self._shard else None
-        """The sharded gradients; None if gradients aren't sharded."""
+        """Gradients of which each rank holds a shard; None if gradients aren't sharded."""
         self.overlapped = OverlappedReduction(self) if overlap and self.sharded is None else None
-        """Reduction during the backward pass of the last micro-batch, if enabled."""
+        """Reduction of gradients during the backward pass of an update's last micro-batch; None if disabled."""
 
     @property
     def bucket_size(self) -> int | None:
-        """Number of parameters in a bucket; None: one bucket for all."""
+        """Number of parameters per gradient bucket; None for a single bucket."""
         return self._bucket_size
 
     @bucket_size.setter
@@ -61,7 +61,7 @@ class DataParallel(DistributedDataParallel):
 
     @property
     def gradient_tensors(self) -> list[Tensor]:
-        """The tensors that hold the gradients between micro-batches."""
+        """Tensors that hold the accumulated gradients between micro-batches."""
         if self.sharded is not None:
             return self.sharded.tensors
         return [buffer.grad_data for buffer in [*self.buffers, *self.expert_parallel_buffers]]
@@ -88,7 +88,7 @@ class DataParallel(DistributedDataParallel):
             self.overlapped.start_all()
 
     def wait_for_reduction(self) -> None:
-        """Wait until no started reduction writes to the buffers any more."""
+        """Wait until all started reductions have stopped writing to the gradient buffers."""
         if self.overlapped is not None:
             self.overlapped.finish()
 
@@ -103,7 +103,7 @@ class DataParallel(DistributedDataParallel):
             super().finish_grad_sync(force_all_reduce)
 
     def zero_grad_buffer(self) -> None:
-        """Drop the gradients, whether reduced or not."""
+        """Discard all gradients, whether reduced or not."""
         if self.overlapped is not None:
             self.overlapped.reset()
         super().zero_grad_buffer()
@@ -111,18 +111,18 @@ class DataParallel(DistributedDataParallel):
             self.sharded.reset()
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply the gradients."""
+        """Multiply all gradients by `scaling_factor`."""
         super().scale_gradients(scaling_factor)
         if self.sharded is not None:
             self.sharded.scale(scaling_factor)
 
     def start_param_sync(self, *args: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather the parameters: each data-parallel rank has updated a part of them."""
+        """Gather the parameters on every data-parallel rank; each rank has updated a part of the parameters."""
         if not self._alone:
             super().start_param_sync(*args, force_sync=force_sync, force_dispatch=force_dispatch)
 
     def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
-        """Return autograd's hook for a parameter's gradient, which runs once per backward pass."""
+        """Return the function that autograd calls once per backward pass when a parameter's gradient is ready."""
         if not self.ddp_config.overlap_grad_reduce:
             hook: Callable[..., None] = super()._make_backward_post_hook(param)
             return hook
@@ -151,7 +151,7 @@ class OverlappedReduction:
     """
 
     def __init__(self, model: DataParallel) -> None:
-        """Take over the reduction of a model's buckets."""
+        """Take over from Megatron the reduction of the gradient buckets of `model`."""
         places = {parameter: place for place, parameter in enumerate(model.module.parameters())}
         groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
         # A backward pass reaches the first parameters last. Experts have separate buckets.
@@ -160,13 +160,13 @@ class OverlappedReduction:
             group.is_first_batch = False  # there is nothing to learn
         self._group_of = {parameter: index for index, group in enumerate(self._groups) for parameter in group.params}
         self._left: dict[Parameter, int] = {}
-        """Number of gradients that each parameter still expects. Empty before the last micro-batches begin."""
+        """Number of gradients that each parameter still expects; empty until an update's last micro-batches begin."""
         self._lacking: list[int] = []
-        """Number of each bucket's parameters that still expect gradients."""
+        """For each bucket the number of parameters that still expect gradients."""
         self._started = self._waited = 0
-        """Number of buckets whose reduction has started, and number of those that `finish` has waited for."""
+        """Number of buckets whose reduction has started, and number of buckets for which `finish` has waited."""
         self.started_early = 0
-        """Number of the last update's buckets whose reduction started before the end of its backward passes."""
+        """Number of buckets whose reduction started before the last update's backward passes ended."""
 
     def begin(self, micro_batches: int, *, last: bool) -> None:
         if self._left or self._started:
@@ -177,7 +177,7 @@ class OverlappedReduction:
             self.started_early = 0
 
     def count(self, parameter: Parameter) -> None:
-        """Count a parameter's gradient of a micro-batch, and start complete buckets.
+        """Count a gradient of a parameter, and start to reduce buckets whose gradients are complete.
 
         Raises:
             RuntimeError: the parameter got more gradients than there are micro-batches.
@@ -197,12 +197,12 @@ class OverlappedReduction:
                 self.started_early += 1
 
     def start_all(self) -> None:
-        """Start the remaining reductions."""
+        """Start to reduce all buckets that are not being reduced yet."""
         while self._started < len(self._groups):
             self._start()
 
     def finish(self) -> None:
-        """Wait for started reductions; on a GPU, only its stream waits."""
+        """Wait for the started reductions. On a GPU, the current stream waits, not the host."""
         while self._waited < self._started:
             self._groups[self._waited].finish_grad_sync()
             self._waited += 1

@@ -27,33 +27,34 @@ from services.trainer.transformer.sequence_layout import (
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBatch:
-    """A micro-batch of T tokens on one rank, which holds a slice of them and predicts N trained tokens from it."""
+    """A rank's part of a micro-batch of T tokens: a slice of the tokens, from which N trained tokens are predicted."""
 
     tokens: Tensor
-    """int64 [1, T / cp_size]: this rank's slice."""
+    """Token ids of this rank's slice, int64 [1, T / cp_size]."""
     rotary: Tensor
-    """float32 [2, tokens, 1, frequencies]: `rotary_table` of the tokens whose attention this rank computes: all T, or
-    only tokens of the ranks with which it exchanges heads."""
+    """Rotary embedding (`rotary_table`) of the tokens whose attention this rank computes, float32
+    [2, tokens, 1, frequencies]: all T tokens, or those of the ranks with which it exchanges attention heads."""
     layout: SequenceLayout
-    """The sequences of all T tokens."""
+    """Places of the sequences in the micro-batch, for attention over all T tokens."""
     media: DeviceMedia | None
-    """The media; None without media, or on ranks without towers."""
+    """Media of the micro-batch; None without media, and on ranks without towers."""
     trained_indices: Tensor
-    """int64 [N]: indices of the N tokens among all trained tokens of the micro-batch."""
+    """Index of each of this rank's trained tokens among the micro-batch's trained tokens, int64 [N trained tokens]."""
     targets: Tensor
-    """int64 [N]: their token ids."""
+    """Ids of this rank's trained tokens, int64 [N trained tokens]."""
     predicting: Tensor
-    """int64 [N]: index in the slice of the token that predicts each trained one."""
+    """Index in this rank's slice of the token that predicts each trained token, int64 [N trained tokens]."""
     columns: dict[str, Tensor]
-    """float32 [N] each: the micro-batch's columns. Columns of candidates are [N, k], with int64 ids."""
+    """Columns of the micro-batch by name, float32 [N trained tokens]; columns of candidates are [N trained tokens, k],
+    with int64 ids."""
     weight: Tensor
-    """float32 [N]: aggregation weight."""
+    """Weight of each trained token in the loss, float32 [N trained tokens]."""
     logprobs_comparable: Tensor
-    """float32 [N]: 1 where the log-prob is comparable with the engine's, else 0."""
+    """Mask: 1 for trained tokens whose log-prob is comparable with the engine's, else 0; float32 [N trained tokens]."""
     temperature: Tensor
-    """float32 [N]: sampling temperature."""
+    """Sampling temperature of each trained token, float32 [N trained tokens]."""
     sequence: Tensor
-    """int64 [N]: index of each token's sequence in the micro-batch."""
+    """Index in the micro-batch of each trained token's sequence, int64 [N trained tokens]."""
     sequences: int
     """Number of sequences in the micro-batch."""
 
@@ -133,7 +134,7 @@ def to_device_batch(
 
 
 def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[Any]:
-    """Return the part of a column [..., T] for the tokens whose attention this rank computes."""
+    """Return the part of a per-token array [..., T] for the tokens whose attention this rank computes."""
     if context is None or context.gathering is None:
         return column
     tokens = column.shape[-1] // context.gathering.size()
@@ -141,7 +142,7 @@ def _attending(column: NDArray[Any], context: ContextRanks | None) -> NDArray[An
 
 
 def _device_media(media: PackedMedia, vision: VisionModel, tokens: int, world: World) -> DeviceMedia:
-    """Return the media of a padded micro-batch for this rank's part of its tokens.
+    """Return the media of a padded micro-batch on the device, with places among this rank's tokens.
 
     Under sequence parallelism each tensor-parallel rank has a part of the slice.
     """

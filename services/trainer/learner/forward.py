@@ -56,17 +56,19 @@ from services.trainer.transformer.attention_kernels import attention_kernel, tak
 from services.trainer.transformer.context_parallel import context_ranks
 
 StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
-"""Result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""
+"""What the last stage returns to Megatron for a micro-batch: loss, a token count that is not used, values to report."""
 OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
-"""Computes the last stage's output from the output layer's weight, the micro-batch and the hidden states
-[T / cp_size, 1, hidden] (under sequence parallelism also divided by tp_size)."""
+"""Type of functions that compute the last stage's output. Arguments: the output layer's weight, the micro-batch, and
+the hidden states of T tokens, [T / cp_size, 1, hidden]; under sequence parallelism [T / cp_size / tp_size, 1, hidden].
+"""
 TokenFunction = Callable[[Tensor, DeviceBatch, Tensor], Tensor]
-"""Computes one value for each trained token, [N], or several, [N, width], from the arguments of an `OutputFunction`."""
+"""Type of functions with the arguments of `OutputFunction` that return a value per trained token, [N], or several,
+[N, width]."""
 OFFLOAD_AHEAD = {"full": 2, "selective": 8, "none": 12}
-"""Number of saved tensors on a GPU that are being copied to the host or back, by `trainer.recompute`: about as many as
-one layer saves; for "full", the inputs of two layers."""
+"""Number of activation tensors on a GPU that may be in transfer to or from the host, by `trainer.recompute`: about as
+many as one layer saves; for "full", the inputs of two layers."""
 OUTPUT_LAYER = "output_layer.weight"
-"""Name of the output layer's weight, which a critic doesn't have."""
+"""Name of the policy's output layer weight; a critic has no such parameter."""
 
 
 Shape = list[int]
@@ -102,12 +104,12 @@ class StageExchange(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        """Return the shapes of the next tensors from the previous and the next stage."""
+        """Return the shapes of the tensors to receive next from the previous and the next stage; [] if none."""
         return next(self._forward) if recv_prev else [], next(self._backward) if recv_next else []
 
 
 def pipeline_groups() -> ProcessGroupCollection:
-    """Return the process groups that Megatron's schedules require in addition to an exchange."""
+    """Return the process groups that Megatron's pipeline schedules require besides the communicator."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
@@ -119,7 +121,7 @@ def pipeline_groups() -> ProcessGroupCollection:
 
 
 class Forward:
-    """Forward and backward passes on this rank. All ranks make the same calls in the same order."""
+    """Runs forward and backward passes of models on this rank. All ranks make the same calls in the same order."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class Forward:
         if report is not None:
             self.world.disk.report = report
         self.report: Callable[[str], None] = lambda text: None
-        """Called with the progress when a micro-batch begins, if there are several: a long schedule takes minutes."""
+        """Function called with a progress text when a micro-batch begins; not called for a single micro-batch."""
         self.vocab = _vocab_shard(self.architecture.vocab_size, self.world)
         self._float32_logits = trainer.fp32_lm_head
         division = context_division(
@@ -173,7 +175,7 @@ class Forward:
             limit, ahead = trainer.activation_offload_bytes, OFFLOAD_AHEAD[trainer.recompute]
             self._offload = ActivationOffload(self.world.device, limit, ahead)
         self.vision = _read_vision(folder) if self.architecture.towers else None
-        """The model's rules for media; None if it accepts none."""
+        """Rules by which the model reads media; None if it accepts no media."""
         self._to_device = partial(
             to_device_batch,
             world=self.world,
@@ -278,10 +280,10 @@ class Forward:
         return self._per_token(model, micro_batches, lambda *last: self.token_logprobs(*last).candidates, width)
 
     def values(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        """Compute a critic's values of the tokens before those with loss_mask 1.
+        """Compute a critic's values for the tokens with loss_mask 1, each from the hidden state of the token before.
 
         Returns:
-            As `log_probs`.
+            For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
         """
         return self._per_token(model, micro_batches, self.token_values)
 
@@ -292,7 +294,10 @@ class Forward:
         compute: TokenFunction,
         width: int | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Return `compute`'s values of the trained tokens: [T] for each micro-batch, or [T, width], 0 elsewhere."""
+        """Return the values that `compute` gives to trained tokens, and 0 for others.
+
+        For each micro-batch of T tokens an array float32 [T], or [T, width].
+        """
         shape = () if width is None else (width,)
         results = [np.zeros((len(batch.tokens), *shape), np.float32) for batch in micro_batches]
         if not micro_batches:
@@ -375,7 +380,7 @@ class Forward:
         return [*micro_batches, *[empty_micro_batch(micro_batches[0].columns)] * missing]
 
     def _exchange(self, config: ModelParallelConfig, micro_batches: Sequence[PackedMicroBatch]) -> dict[str, Any]:
-        """Return the schedule's arguments for exchanging hidden states between stages; empty for one stage."""
+        """Return arguments of Megatron's schedule for exchanging hidden states between stages; {} for one stage."""
         if self.world.pp_size == 1:
             return {}
         ranks, hidden = self.world.cp_size * self.world.tp_size, self.architecture.hidden_size
@@ -390,9 +395,9 @@ class Forward:
             yield self._to_device(batch)
 
     def token_logprobs(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> TokenLogprobs:
-        """Return log-probs and entropies of the trained tokens, and log-probs of the column CANDIDATES if present.
+        """Return log-probs and entropies of the trained tokens, and log-probs of the column CANDIDATES, if present.
 
-        No other position's logits are computed. See `OutputFunction` for the arguments.
+        Logits of other tokens are not computed. See `OutputFunction` for the arguments.
         """
         rows, candidates = self._rows(batch, hidden), batch.columns.get(CANDIDATES)
         return token_logprobs(
@@ -406,7 +411,7 @@ class Forward:
         )
 
     def _rows(self, batch: DeviceBatch, hidden: Tensor) -> Tensor:
-        """Return the hidden states that predict the trained tokens, [N, hidden]."""
+        """Return the hidden states from which the trained tokens are predicted, [N trained tokens, hidden]."""
         sequence_parallel = self.megatron_config.sequence_parallel
         if sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -416,9 +421,9 @@ class Forward:
         return rows
 
     def token_values(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> Tensor:
-        """Return the values of the hidden states that predict the trained tokens, float32 [N].
+        """Return the critic's values for the trained tokens, from the hidden states that predict them, float32 [N].
 
-        The sampling temperature doesn't affect them. See `OutputFunction` for the arguments; the weight is [1, hidden].
+        The sampling temperature doesn't matter. See `OutputFunction` for the arguments; the weight is [1, hidden].
         """
         if self.megatron_config.sequence_parallel:
             # Every rank computes all values from the whole weight, so each has the whole gradient of its slice.
@@ -428,7 +433,7 @@ class Forward:
 
 
 def _evaluate(compute: TokenFunction, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
-    """Return a zero loss, no token count, and the computed value and the index of each trained token."""
+    """Return a `StageOutput` with loss 0 that reports the values of `compute` and the trained tokens' indices."""
     found = {"values": compute(weight, batch, hidden), "indices": batch.trained_indices}
     return hidden.new_zeros(()), no_tokens(), found
 
@@ -441,7 +446,7 @@ def _read_vision(folder: Path) -> VisionModel:
 
 
 def no_tokens() -> Tensor:
-    """Return the unused token count of a `StageOutput`."""
+    """Return a zero for the token count of a `StageOutput`, which is not used."""
     return torch.zeros((), dtype=torch.int)
 
 

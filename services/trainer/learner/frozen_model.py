@@ -32,21 +32,21 @@ from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.policy_model import StageModel
 
 COLUMNS_OF = {REFERENCE: (REF_LOGPROBS,), TEACHER: (TEACHER_LOGPROBS, CANDIDATES, TEACHER_CANDIDATE_LOGPROBS)}
-"""Columns that a model can compute, by role."""
+"""Names of the columns that a frozen model can compute, by its role."""
 
 
 @dataclass(frozen=True)
 class Student:
-    """The trained model, for teachers in the same ranks."""
+    """Trained model, from which a teacher in the same ranks gets candidates."""
 
     forward: Forward
-    """Forward passes of the model."""
+    """Runs forward passes of the trained model."""
     model: Any
-    """The model with its current weights."""
+    """Trained model with its current weights."""
 
 
 class FrozenModel:
-    """A frozen model of this rank. All ranks make the same calls in the same order."""
+    """One rank's part of a frozen model. All ranks make the same calls in the same order."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class FrozenModel:
         trained_vocabulary: int,
         name: str = "",
     ) -> None:
-        """Load the model of `forward`'s folder.
+        """Load the frozen model from the model folder of `forward`.
 
         Args:
             role: the model's role.
@@ -74,7 +74,7 @@ class FrozenModel:
         self.name = name
         self.forward = forward
         self.columns = tuple(name for name in COLUMNS_OF[role] if name in columns)
-        """Columns that the model computes."""
+        """Names of the columns that the model computes."""
         self._candidates = needs.candidates if CANDIDATES in self.columns else None
         # Models pad their output layers differently: candidates must be tokens of both.
         self._ids_below = min(trained_vocabulary, forward.architecture.vocab_size)
@@ -84,29 +84,29 @@ class FrozenModel:
                 f"{self._ids_below} tokens in common"
             )
         self.module: StageModel = forward.load().requires_grad_(False)
-        """The model's module."""
+        """This rank's part of the model, as a torch module."""
         self.refreshed = False
-        """True if the model has copied weights since it was loaded from its folder."""
+        """True if the weights are a copy of the trained model's, from `refresh` or a checkpoint."""
 
     @torch.no_grad()
     def refresh(self, trained: StageModel) -> None:
-        """Copy the weights of the trained model, bit for bit; it has the same architecture."""
+        """Replace the weights by an exact copy of the trained model's, which has the same architecture."""
         for own, weight in zip(self.module.parameters(), trained.parameters(), strict=True):
             own.copy_(weight)
         self.refreshed = True
 
     def load(self, folder: Path) -> None:
-        """Load the weights of a Hugging Face folder of the same architecture.
+        """Replace the weights by those in a Hugging Face folder of the same architecture.
 
         Raises:
-            ModelError, ModelFileError: they don't fit, or can't be read.
+            ModelError, ModelFileError: the folder's weights don't fit, or can't be read.
         """
         load_hf(self.module, folder, self.forward.architecture, self.forward.world)
 
     def compute(
         self, micro_batches: Sequence[PackedMicroBatch], student: Student | None = None
     ) -> list[dict[str, NDArray[Any]]]:
-        """Compute the columns.
+        """Compute the model's columns for the tokens with loss_mask 1.
 
         Args:
             micro_batches: the micro-batches. Without `student`, they need the column STUDENT_CANDIDATES, [T, m], if the
@@ -164,20 +164,20 @@ class FrozenModel:
 
 
 def _bare(batch: PackedMicroBatch) -> PackedMicroBatch:
-    """Return a micro-batch without the student's candidates, which no forward pass reads."""
+    """Return a micro-batch without the column STUDENT_CANDIDATES, which no forward pass reads."""
     return replace(batch, columns={name: row for name, row in batch.columns.items() if name != STUDENT_CANDIDATES})
 
 
 def _known(ids: NDArray[Any] | None, loss_mask: NDArray[np.uint8], below: int) -> NDArray[np.int32]:
-    """Return the student's candidates [T, m], with -1 for ids that aren't in both vocabularies and where loss_mask is
-    0."""
+    """Return the student's candidate ids, int32 [T, m]: -1 where loss_mask is 0, and for ids not below `below`, which
+    one of the vocabularies lacks."""
     if ids is None:
         raise ValueError(f"a micro-batch has no column {STUDENT_CANDIDATES!r}, and the student isn't in these ranks")
     return np.where((ids < below) & (loss_mask[:, None] != 0), ids, -1).astype(np.int32)
 
 
 def _without(ids: NDArray[np.int32], others: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return candidates [T, k] with -1 for those among the other candidates [T, k] of the same token."""
+    """Return candidate ids [T, k], with -1 for ids that are also in the same token's row of `others`."""
     repeated = np.zeros(ids.shape, np.bool_)
     for place in range(others.shape[1]):  # not all pairs at once: they would take k times the memory
         repeated |= ids == others[:, place : place + 1]

@@ -77,14 +77,14 @@ from services.trainer.transformer.router import recorded_experts, recording, res
 
 
 class Learner(Checkpointed):
-    """Model, gradients and optimizer of this rank. All ranks make the same calls in the same order."""
+    """This rank's model, gradients and optimizer. All ranks make the same calls in the same order."""
 
     @classmethod
     def of_run(cls, config: RunConfig, report: Callable[[str], None] | None = None) -> "Learner":
-        """Load the models that a run trains; see `__init__`.
+        """Create the learner of a run, and load its models; see `__init__`.
 
         Raises:
-            ModelError: also if the run has media, but one of the models takes none.
+            ModelError: as in `__init__`, and if the run has media, but one of the models takes none.
         """
         learner = cls(
             resolve_model(config.model.path),
@@ -138,7 +138,7 @@ class Learner(Checkpointed):
         self._forward = Forward(model_folder, trainer, seed=seed, report=report)
         self._architecture = self._forward.architecture
         self.shape: ModelShape | None = read_shape(model_folder)
-        """Sizes of the trained model; None only in a rehearsal."""
+        """Sizes of the trained model, such as its layers and heads; None only in a rehearsal."""
         super().__init__(self._forward.world, trainer.collective_timeout_seconds)
         self._algorithm = create(algorithm)
         self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs, context_parallel=self.world.cp_size > 1)
@@ -160,21 +160,21 @@ class Learner(Checkpointed):
             algorithm_with_critic = cast(WithCritic, self._algorithm)
             self._critic = Critic(self._forward, algorithm_with_critic, trainer, critic, folder, steps=steps)
         self.step = 0
-        """Number of completed steps. Between steps it is the weights' version."""
+        """Number of completed steps. Between steps it is also the version of the weights."""
         self.optimizer_steps = 0
         """Number of updates since the run's beginning that changed the weights."""
         self._changed_in_step = False
-        """True if the open step has changed the weights."""
+        """True if an update of the current step has changed the weights."""
         self._sums: dict[str, Tensor] = {}
         self._accumulated = False  # not the same as having `_sums`, which only the last pipeline stage has
         self._model.zero_grad_buffer()
         self._offload = Offload(self.world.device)
         self._exported = exported_parameters(self._policy, self._architecture, self.world)
         self._sent = self._exported
-        """Parameters that broadcasts send, or their copies."""
+        """Parameters that weight broadcasts send: the model's own, or the copies that `keep_weights` made."""
         self._kept_weights: KeptWeights | None = None
         self._changed = torch.cuda.Event() if self.world.device.type == "cuda" else None
-        """Event on the GPU after the last change of the weights."""
+        """CUDA event recorded after the last change of the weights; None on a CPU."""
         self._record_weights_changed()
 
     @property
@@ -183,13 +183,13 @@ class Learner(Checkpointed):
         return torch.cuda.get_device_name(self.world.device) if self.world.device.type == "cuda" else ""
 
     def report_to(self, report: Callable[[str], None]) -> None:
-        """Set the callback for progress within passes, for this model and the frozen ones; see `Forward.report`."""
+        """Set the progress callback of the trained and frozen models' passes; see `Forward.report`."""
         for forward in (self._forward, *(model.forward for model in self._frozen)):
             forward.report = report
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Shape of the replayed routing; None if routing isn't replayed."""
+        """Numbers of layers and experts in the recorded routing to replay; None if routing isn't replayed."""
         experts = self._architecture.experts
         if experts is None or self._config.routing_replay == "none":
             return None
@@ -197,12 +197,12 @@ class Learner(Checkpointed):
 
     @property
     def media_tokens(self) -> MediaTokens | None:
-        """The model's media tokens; None if it accepts no media."""
+        """Token ids with which the model marks media; None if it accepts no media."""
         return None if self._forward.vision is None else self._forward.vision.tokens
 
     @property
     def vocab_sizes(self) -> dict[str, int]:
-        """Vocabulary size of the frozen models in these ranks, by role; the smallest, if a role has several."""
+        """Smallest vocabulary size of the frozen models of each role in these ranks, by role."""
         sizes: dict[str, int] = {}
         for model in self._frozen:
             size = model.forward.architecture.vocab_size
@@ -215,7 +215,7 @@ class Learner(Checkpointed):
         return None if self._changed_in_step else self.step
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch], *, last: bool = False) -> None:
-        """Run forward and backward, adding to the accumulated gradients of the summed loss.
+        """Run forward and backward passes, and add up the gradients of the summed loss.
 
         Call it any number of times before `update`. All data-parallel ranks pass the same number of micro-batches per
         call, padded with `empty_micro_batch`; all ranks of one data-parallel replica pass the same micro-batches.
@@ -240,7 +240,7 @@ class Learner(Checkpointed):
             add_reported(self._sums, sums)  # tensors, not floats: converting would wait for the GPU
 
     def finish(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
-        """End a step of one update: `update`, then `end_step`."""
+        """Finish a step that has a single update: call `update`, then `end_step`."""
         stats = self.update(normalizer, skip=skip)
         self.end_step()
         return stats
@@ -249,7 +249,7 @@ class Learner(Checkpointed):
         """End a step: its weights become the next version, even if updates were skipped.
 
         Args:
-            refreshed: roles whose models take over the weights.
+            refreshed: roles whose frozen models get a copy of the new weights.
         """
         for model in self._frozen:
             if model.role in refreshed:
@@ -315,7 +315,7 @@ class Learner(Checkpointed):
         )
 
     def discard(self) -> None:
-        """Drop the gradients accumulated since the last `update`."""
+        """Discard the gradients accumulated since the last call of `update`."""
         self._sums, self._accumulated = {}, False
         reset_counters(self._routers)
         self._model.zero_grad_buffer()
@@ -365,23 +365,23 @@ class Learner(Checkpointed):
         return found
 
     def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        """Compute the critic's values of the tokens before those with loss_mask 1.
+        """Compute the critic's values for the tokens with loss_mask 1, each from the hidden state of the token before.
 
         Returns:
-            As `log_probs`.
+            For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
         """
         assert self._critic is not None
         return self._critic.values(micro_batches)
 
     def hf_tensor_specs(self) -> list[HFTensorSpec]:
-        """Return the specs of all stages' tensors, in the order of `iter_hf_tensors`. Doesn't gather."""
+        """Return the specs of all stages' Hugging Face tensors, in the order of `iter_hf_tensors`. Doesn't gather."""
         dtype = self._forward.megatron_config.params_dtype
         return hf_tensor_specs(self._architecture, dtype, self.world.layout)
 
     def keep_weights(self) -> None:
-        """Copy the weights. Until `end_step`, `iter_hf_tensors` gathers the copy, regardless of updates.
+        """Copy the weights. Until `end_step`, `iter_hf_tensors` gathers the copy, so updates don't affect it.
 
-        No thread may be in `iter_hf_tensors` during this call and when `end_step` is called.
+        No thread may be in `iter_hf_tensors` during this call or a call of `end_step`.
         """
         if self._kept_weights is None:
             self._kept_weights = KeptWeights(self._exported, self.world)
@@ -412,10 +412,10 @@ class Learner(Checkpointed):
         return bit_sum((parameter for model in models for parameter in model.parameters()), self.world.device)
 
     def offload(self) -> tuple[int, int]:
-        """Free the device memory of weights, gradients and optimizer state until `onload`, which must be the next call.
+        """Move weights, optimizer state and accumulated gradients to the host's memory; free empty gradient buffers.
 
-        They move to the host's memory. With `trainer.offload` = false only gradients without content are freed.
-        Returns the bytes in use on this rank's device before and after; see `memory_in_use`.
+        The next call must be `onload`. With `trainer.offload` = false only empty gradient buffers are freed. Returns
+        the bytes in use on this rank's device before and after; see `memory_in_use`.
         """
         self._wait_for_copies()
         self._model.wait_for_reduction()
@@ -431,14 +431,14 @@ class Learner(Checkpointed):
         return before, memory_in_use(self.world.device)
 
     def onload(self) -> tuple[int, int]:
-        """Move everything back, bit for bit. Returns the bytes in use before and after."""
+        """Move everything that `offload` moved back, unchanged. Returns the device's bytes in use before and after."""
         before = memory_in_use(self.world.device)
         self._offload.onload()
         self._record_weights_changed()
         return before, memory_in_use(self.world.device)
 
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
-        """Load the snapshot of a step; see `load_snapshot`. All ranks call it together."""
+        """Load a step's checkpoint from `folder`; see `load_snapshot`. All ranks call it together."""
         self._wait_for_copies()
         self.optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout).optimizer_steps
         self.step, self._changed_in_step = step, False
@@ -473,7 +473,7 @@ class Learner(Checkpointed):
             self._changed.record(torch.cuda.current_stream(self.world.device))
 
     def _load_frozen(self, folders: Mapping[str, Mapping[str, Path]]) -> list[FrozenModel]:
-        """Load the frozen models that compute a column for the loss or the advantages."""
+        """Load those frozen models that compute a column which the loss or the advantages need."""
         needs, trainer = self._algorithm.needs, self._config.model_copy(update={"recompute": "none"})
         wanted, vocabulary = {*needs.loss, *needs.advantages}, self._architecture.vocab_size
         return [
@@ -484,7 +484,7 @@ class Learner(Checkpointed):
         ]
 
     def _with_frozen_columns(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-        """Add the frozen models' columns that the loss needs to the micro-batches without them."""
+        """Return the micro-batches with all columns of frozen models that the loss needs; compute missing ones."""
         needed = {name for names in COLUMNS_OF.values() for name in names}.intersection(self._algorithm.needs.loss)
         completed = list(micro_batches)
         lacking = [index for index, batch in enumerate(completed) if not needed <= batch.columns.keys()]

@@ -12,45 +12,46 @@ from services.trainer.transformer.kernels import fused_kernels
 from services.trainer.transformer.kernels.products import float32_product
 
 CPU_CHUNK_TOKENS = 512
-"""Tokens per chunk on CPU."""
+"""Number of tokens per chunk of logits on a CPU."""
 CHUNK_BYTES = 1 << 30
-"""Bytes of logits per chunk on a GPU."""
+"""Approximate size of a chunk of logits on a GPU, in bytes."""
 CPU_KEPT_BYTES = 256 << 20
-"""Bytes of logits that a micro-batch keeps for its backward pass on CPU; the rest is recomputed."""
+"""Maximum size of the logits that a micro-batch keeps for its backward pass on a CPU, in bytes; others are
+recomputed."""
 KEPT_SHARE = 1 / 24
-"""Share of a GPU's memory for logits that a micro-batch keeps for its backward pass."""
+"""Maximum share of a GPU's memory for the logits that a micro-batch keeps for its backward pass."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of the vocabulary in this rank's output layer."""
+    """Range of token ids whose logits this rank's output layer computes."""
 
     start: int
-    """First token id."""
+    """First token id of the range."""
     size: int
-    """Number of token ids; further rows of the output layer are padding."""
+    """Number of token ids in the range; further rows of the output layer are padding."""
     group: dist.ProcessGroup | None
-    """The ranks that share the vocabulary; None if this rank has all of it."""
+    """Process group of the ranks that share the vocabulary; None if this rank has all token ids."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Values of N predicted tokens, in float32."""
+    """Log-probs and entropies of N predicted tokens."""
 
     tokens: Tensor
-    """[N]: log-probs of the tokens."""
+    """Log-probs of the predicted tokens, float32 [N]."""
     entropies: Tensor
-    """[N]: entropy of each token's distribution, in nats."""
+    """Entropy of the distribution from which each token was predicted, in nats, float32 [N]."""
     candidates: Tensor
-    """[N, k]: log-probs of each token's candidates; 0 where there is no candidate."""
+    """Log-probs of each token's k candidates, float32 [N, k]; 0 where there is no candidate."""
 
 
 class LikeliestTokens(NamedTuple):
-    """The k likeliest tokens of the whole vocabulary at N positions, the likeliest first."""
+    """The k likeliest tokens of the whole vocabulary at N positions, likeliest first."""
 
     ids: Tensor
-    """int32 [N, k]."""
+    """Ids of the likeliest tokens, int32 [N, k]."""
     logprobs: Tensor
-    """float32 [N, k]."""
+    """Log-probs of the likeliest tokens, float32 [N, k]."""
 
 
 def token_logprobs(
@@ -166,27 +167,27 @@ def likeliest_tokens(
 
 
 def _row_bytes(hidden: Tensor, shard: VocabShard, float32_logits: bool) -> int:
-    """Return the bytes of a token's logits on this rank."""
+    """Return the size of one token's logits on this rank, in bytes."""
     return shard.size * (4 if float32_logits else hidden.element_size())
 
 
 def _chunk_tokens(hidden: Tensor, width: int) -> int:
-    """Return the tokens per chunk if the logits of a token take `width` bytes."""
+    """Return the number of tokens per chunk; `width`: size of one token's logits, in bytes."""
     return max(CHUNK_BYTES // width // 256, 1) * 256 if hidden.is_cuda else CPU_CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
 class _Chunks:
     tokens: int
-    """Tokens per chunk."""
+    """Number of tokens per chunk."""
     kept: int
-    """Number of chunks whose logits are kept."""
+    """Number of chunks whose logits are kept for the backward pass."""
     shard: VocabShard
     float32: bool
     """True if logits are computed in float32."""
 
     def logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> Tensor:
-        """Return the logits of some rows, [rows, shard.size]."""
+        """Return the logits of the hidden states `rows` for this rank's token ids, [rows, shard.size]."""
         weight = weight[: self.shard.size]
         return float32_product(hidden[rows], weight) if self.float32 else hidden[rows] @ weight.t()
 
@@ -287,24 +288,24 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _columns(ids: Tensor, shard: VocabShard) -> Tensor:
-    """Return a shard's logit columns for these token ids; -1 for ids of other shards."""
+    """Return the index of each token id among the shard's logits; -1 for ids of other shards."""
     columns = ids - shard.start
     return columns.masked_fill((columns < 0) | (columns >= shard.size) | (ids < 0), -1)
 
 
 def _at(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return the logits [n, k] in given columns [n, k]; 0 where the column is -1."""
+    """Return for each token the logits at the indices `columns` [n, k]; 0 where the index is -1."""
     return logits.gather(-1, columns.clamp(min=0)).masked_fill_(columns < 0, 0.0)
 
 
 def _add_at_(gradient: Tensor, columns: Tensor, through: Tensor, temperature: Tensor) -> None:
-    """Add `through` / temperature to the gradient [n, ids] at given columns [n, k], except where the column is -1."""
+    """Add `through` / temperature to the logits' gradient [n, ids] at the indices `columns` [n, k]; skip indices -1."""
     added = (through * (columns >= 0) / temperature.unsqueeze(-1)).to(gradient.dtype)
     gradient.scatter_add_(-1, columns.clamp(min=0), added)
 
 
 def _over_shards(statistics: Tensor, shard: VocabShard) -> Tensor:
-    """Combine the shards' statistics [4, N] into those of the whole vocabulary."""
+    """Combine the statistics [4, N] of the ranks' vocabulary shards into statistics of the whole vocabulary."""
     if shard.group is None:
         return statistics
     largest, sums, weighted, of_token = statistics
@@ -323,7 +324,7 @@ def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _statistics(logits: Tensor, columns: Tensor, *, keep: bool) -> Tensor:
-    """Compute `vocabulary_statistics` of logits already divided by temperature; overwrite them unless `keep`."""
+    """Compute `vocabulary_statistics` of logits already divided by temperature; overwrite the logits unless `keep`."""
     largest = logits.amax(-1)
     of_token = logits.gather(-1, columns.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (columns >= 0)
     shifted = logits.sub(largest.unsqueeze(-1)) if keep else logits.sub_(largest.unsqueeze(-1))
@@ -340,7 +341,7 @@ def _gradient(
     grad_logprobs: Tensor,
     grad_entropies: Tensor | None,
 ) -> Tensor:
-    """Compute `vocabulary_gradient_` of logits already divided by temperature; overwrite them."""
+    """Compute `vocabulary_gradient_` of logits already divided by temperature; overwrite the logits."""
     logprobs = logits.sub_(log_sums.unsqueeze(-1))
     # d logp_t / d z = onehot(t) - p and d H / d z = -p (log p + H), each divided by the temperature.
     gradient = logprobs.exp()

@@ -20,7 +20,7 @@ from torch import Tensor
 from services.trainer.learner.optimizer import single_optimizers
 
 CHUNK_BYTES = 256 << 20
-"""Size of host allocations. A power of two, because pinned memory is allocated in powers of two."""
+"""Size of host memory allocations, in bytes. A power of two, because pinned memory is allocated in powers of two."""
 ALIGNMENT = 512
 """Alignment of tensors in the host's memory, in bytes."""
 
@@ -29,11 +29,11 @@ class Offload:
     """Moves tensors' storages from the device to the host and back. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
-        """Move only tensors on `device`."""
+        """`device`: device whose tensors are moved; others stay where they are."""
         self._device = device
         self._chunks: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, int, int | None]] = []
-        """Storage, its bytes, and the offset of its content in the host's memory; None if the content was zero."""
+        """Freed storages, each with its size in bytes, and its content's offset in host memory or None for zeros."""
 
     @property
     def away(self) -> bool:
@@ -67,7 +67,7 @@ class Offload:
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Move everything back to the device."""
+        """Move all offloaded tensors back to the device."""
         for storage, size, place in self._away:
             storage.resize_(size)
             if place is None:
@@ -81,7 +81,7 @@ class Offload:
             self._chunks.clear()  # on GPUs the memory is kept, because allocating pinned memory is slow
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """Return the distinct storages on the device, in order."""
+        """Return the storages of those tensors that are on the device, without duplicates, in order."""
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -98,7 +98,7 @@ class Offload:
             self._chunks.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
 
     def _parts(self, storage: torch.UntypedStorage, size: int, place: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parts of a storage with their places in the host's chunks."""
+        """Yield the parts of a storage, each with the part of a host chunk of the same size that holds its content."""
         whole, done = _bytes_of(storage, self._device), 0
         while done < size:
             chunk, start = divmod(place + done, CHUNK_BYTES)
@@ -116,7 +116,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 def state_tensors(models: Iterable[torch.nn.Module], optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return parameters and buffers of models, main weights, and the optimizer's moments."""
+    """Return parameters and buffers of the models, and main weights and moments of the optimizer."""
     tensors: list[Tensor] = []
     for model in models:
         tensors += [parameter.data for parameter in model.parameters()]
@@ -129,7 +129,7 @@ def state_tensors(models: Iterable[torch.nn.Module], optimizer: MegatronOptimize
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use: on a GPU by all processes, on CPU by this process."""
+    """Return the bytes of memory in use: on a GPU by all processes, on a CPU by this process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
@@ -137,7 +137,7 @@ def memory_in_use(device: torch.device) -> int:
 
 
 TRIM_EVERY_STEPS = 100
-"""Optimizer steps between two calls of `trim_heap`."""
+"""Interval between calls of `trim_heap`, in steps."""
 
 
 def trim_heap() -> None:

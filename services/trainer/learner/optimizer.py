@@ -30,9 +30,9 @@ from services.trainer.megatron.sharded_gradients import use_shards
 from services.trainer.model.hf_weights import ROUNDING
 
 Groups = list[list[dict[str, Any]]]
-"""Settings of the parameter groups, for each optimizer."""
+"""Settings of each parameter group, for each of several optimizers."""
 EMBEDDING = "embedding.word_embeddings.weight"
-"""Name of the embedding in the first pipeline stage."""
+"""Name of the token embedding parameter, which the first pipeline stage has."""
 
 
 def build_optimizer(
@@ -108,7 +108,7 @@ def _make_exact(optimizer: MegatronOptimizer, model: DataParallel) -> None:
 
 
 def main_weights(one: Any, parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter's main weights, before the first update."""
+    """Return this rank's shard of a parameter's float32 main weights; call it only before the first update."""
     if isinstance(one.optimizer, HybridDeviceOptimizer):  # Megatron would look in the state, which is still empty
         group, index = one.model_param_group_index_map[parameter]
         return cast(Tensor, one.optimizer.param_to_fp32_param[one.optimizer.param_groups[group]["params"][index]])
@@ -116,9 +116,9 @@ def main_weights(one: Any, parameter: Tensor) -> Tensor:
 
 
 def _places(one: Any, model: DataParallel) -> dict[Tensor, ShardPlace]:
-    """Return the places in the model of one distributed optimizer's shards.
+    """Return where in the model each shard of a distributed optimizer belongs.
 
-    With tied embeddings, the first and the last pipeline stage each have a copy of the same parameter.
+    With tied embeddings, the copies of the parameter in the first and the last pipeline stage get the same place.
     """
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     found = {}
@@ -168,7 +168,7 @@ def build_schedule(
 
 
 def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the distributed optimizers that an optimizer is made of."""
+    """Return the distributed optimizers that a chained optimizer consists of, or a single optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -214,7 +214,7 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def read_groups(optimizer: MegatronOptimizer) -> Groups:
-    """Return the settings and the step of a filled optimizer, as plain values."""
+    """Return the settings and the step number of each parameter group, as plain values. Call `fill` before."""
     return [
         [
             # The offloaded optimizer's settings include classes.
@@ -226,7 +226,8 @@ def read_groups(optimizer: MegatronOptimizer) -> Groups:
 
 
 def write_groups(optimizer: MegatronOptimizer, groups: Groups) -> None:
-    """Set the settings and the step of a filled optimizer. Load its tensors after this and before `use_loaded`."""
+    """Set the settings and the step number of each parameter group. Call `fill` before; load main weights and moments
+    after this and before `use_loaded`."""
     for one, own in zip(single_optimizers(optimizer), groups, strict=True):
         classes = {name: value for name, value in one.optimizer.defaults.items() if isinstance(value, type)}
         settings = [
@@ -253,7 +254,7 @@ def _separate_steps(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def use_loaded(optimizer: MegatronOptimizer) -> None:
-    """Copy loaded main weights to the model's weights. All ranks call it together."""
+    """Copy the loaded main weights to the model's weights on all ranks. All ranks call it together."""
     chunks = []
     for one in single_optimizers(optimizer):
         for parameter in one.model_param_group_index_map:

@@ -27,16 +27,18 @@ from services.trainer.megatron.channels import all_gather
 from services.trainer.megatron.world import World
 
 SUMS = 6
-"""Number of a measure's columns before its histogram."""
+"""Number of columns of a measure before the columns of its histogram."""
 SMALLEST = 2.0**-27
-"""Differences below this (7e-9) count as 0: float32 can't represent them for log-probs above 0.1 in size."""
+"""Smallest log-prob difference that doesn't count as 0, in nats: 7e-9. Float32 can't represent smaller differences of
+log-probs above 0.1 in size."""
 OCTAVES = 34
 PER_OCTAVE = 16
 BINS = 1 + OCTAVES * PER_OCTAVE
-"""Number of bins of a measure's histogram. Bin 0 is below SMALLEST; every other bin is a sixteenth of an octave,
-4.4 % wide; the last bin is open."""
+"""Number of bins of a measure's histogram. Bin 0 holds differences below SMALLEST, the last bin has no upper limit, and
+other bins are a sixteenth of an octave (4.4 %) wide."""
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this for k3 and w, as in verl, so that one token can't make them infinite."""
+"""Limit to which log-ratios are clamped on both sides for k3 and w, as in verl, so that no token makes them
+infinite."""
 
 
 def measure(logprobs: Tensor, rollout_logprobs: Tensor, logprobs_comparable: Tensor) -> Tensor:
@@ -70,14 +72,14 @@ def measure(logprobs: Tensor, rollout_logprobs: Tensor, logprobs_comparable: Ten
 
 
 def merge_measures(one: Tensor, other: Tensor) -> Tensor:
-    """Merge the measures of two sets of tokens."""
+    """Return the measure of two sets of tokens together, from the measure of each."""
     total = one + other
     total[:, 0] = torch.maximum(one[:, 0], other[:, 0])
     return total
 
 
 def mismatch_metrics(measured: Tensor) -> dict[str, float]:
-    """Return the step metrics: logprob_difference of the comparable tokens and policy_drift of all.
+    """Return a measure as step metrics: logprob_difference of the comparable tokens, and policy_drift of all tokens.
 
     `_ess` is Kish's effective sample size of weights w (Kish 1965, "Survey Sampling") over the number of tokens:
     (sum of w)^2 / (n x sum of w^2), between 1 / n and 1.
@@ -95,21 +97,21 @@ def mismatch_metrics(measured: Tensor) -> dict[str, float]:
 
 
 def _quantile(counts: Tensor, share: float) -> float:
-    """Return a quantile of the histogram: the middle of its bin, with an error of at most 2.2 %."""
+    """Return the histogram's quantile at `share`: the middle of the bin, with an error of at most 2.2 %."""
     reached = counts.cumsum(0)
     place = int(torch.searchsorted(reached, share * float(reached[-1])))
     return SMALLEST * math.exp2((place - 0.5) / PER_OCTAVE) if place else 0.0
 
 
 def add_reported(totals: dict[str, Tensor], reported: Mapping[str, Tensor]) -> None:
-    """Add a micro-batch's or a rank's reported values to the totals, by name; merge the measure "mismatch"."""
+    """Add the reported values of a micro-batch or rank to `totals`, by name. Measures named "mismatch" are merged."""
     for name, value in reported.items():
         merge = merge_measures if name == "mismatch" else torch.add
         totals[name] = merge(totals[name], value) if name in totals else value
 
 
 def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Sum the values of all data- and context-parallel ranks, on CPU. All ranks call it together."""
+    """Return `sums` added up over data- and context-parallel ranks, on the CPU. All ranks call it together."""
     contributes = world.last_stage and world.tp_rank == 0  # the tensor-parallel ranks have the same values
     own = {name: value.cpu().numpy() for name, value in sums.items()} if contributes else {}
     totals: dict[str, Tensor] = {}
@@ -119,7 +121,7 @@ def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor
 
 
 def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Sum the elements' bits as signed integers, modulo 2^48."""
+    """Return a checksum of tensors: the sum of their elements' bits as signed integers, modulo 2^48."""
     words = {2: torch.int16, 4: torch.int32}
     found = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
@@ -128,15 +130,15 @@ def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 
 ComputeLogprobs = Callable[[Tensor, DeviceBatch, Tensor], TokenLogprobs]
-"""Type of `Forward.token_logprobs`."""
+"""Type of the function `Forward.token_logprobs`."""
 
 
 UNEXPLAINED = "unexplained"
-"""Metric of the number of micro-batches whose loss isn't finite although all of its inputs are."""
+"""Name of a metric: the number of micro-batches whose loss isn't finite although all inputs of the loss are."""
 
 
 class PolicyLoss:
-    """Computes the loss from the hidden states of a micro-batch; an `OutputFunction`."""
+    """`OutputFunction` that computes the algorithm's loss from a micro-batch's hidden states."""
 
     def __init__(self, algorithm: Algorithm, token_logprobs: ComputeLogprobs, *, context_parallel: bool) -> None:
         self._algorithm = algorithm
@@ -144,7 +146,7 @@ class PolicyLoss:
         self._context_parallel = context_parallel
 
     def __call__(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
-        """Return the summed loss of the trained tokens; report its sums, their number and the mismatch measure.
+        """Return the trained tokens' summed loss; report its sums, the number of tokens and the measure "mismatch".
 
         Raises:
             AlgorithmError: the algorithm fails, or doesn't return a loss.
@@ -172,12 +174,12 @@ class PolicyLoss:
 
 
 def _finite(inputs: LossInputs) -> Tensor:
-    """Return a bool scalar: True if all inputs of the loss are finite."""
+    """Return True, as a bool scalar on the device, if all inputs of the loss are finite."""
     given = [inputs.logprobs, inputs.entropy, inputs.candidate_logprobs, inputs.weight, *inputs.columns.values()]
     return torch.stack([values.detach().isfinite().all() for values in given if values is not None]).all()
 
 
 def _sum_over_context_ranks(values: Tensor) -> Tensor:
-    """Sum over the context-parallel ranks. Backward sums the gradients too, as every rank's loss depends on the sum."""
+    """Return values summed over the context-parallel ranks. The backward pass sums their gradients over these ranks."""
     total: Tensor = all_reduce(values, group=parallel_state.get_context_parallel_group())
     return total

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22
-"""Maximum number of elements updated at a time. Their float32 values and random numbers take about 50 bytes each."""
+"""Maximum number of elements updated at a time. Each takes about 50 bytes for float32 values and random numbers."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the first and the second moment in the state of a parameter."""
 
 
 class ShardPlace(NamedTuple):
-    """Place of a shard's elements in the model. It seeds rounding, so all copies of a parameter round alike."""
+    """Place of a shard in the model. It seeds stochastic rounding, so that all copies of a parameter round alike."""
 
     parameter: str
-    """Name of the parameter, the same for all copies."""
+    """Name of the parameter; copies in other pipeline stages have the same name."""
     start: int
     """Index of the shard's first element within the parameter."""
 
@@ -42,11 +42,11 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, built: torch.optim.Optimizer, places: Mapping[Tensor, ShardPlace], seed: int) -> None:
-        """Replace an AdamW that has no state yet.
+        """Create an optimizer with the parameter groups of an AdamW that has no state yet.
 
         Args:
-            built: the optimizer to replace; its parameter groups are taken over. Parameters are float32 and contiguous.
-            places: place of each parameter.
+            built: the AdamW, whose parameters are float32 and contiguous.
+            places: place in the model of each parameter's shard.
             seed: seed of the run.
         """
         super().__init__([{"params": []}])
@@ -60,7 +60,7 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters with a gradient. `closure` must be None."""
+        """Update all parameters that have a gradient. `closure` must be None."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -68,7 +68,7 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
                     self._update(group, parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, with moments of any element type. torch's method would convert them to float32."""
+        """Load an AdamW's state, and convert its moments to bfloat16. torch's method would convert them to float32."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -78,11 +78,11 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
             self.state[parameter] = {"step": loaded["step"].to("cpu", torch.float32, copy=True), **moments}
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the moments before the first update."""
+        """Return a parameter's moments before the first update: zeros."""
         return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
 
     def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Update one parameter, chunk by chunk."""
+        """Update a parameter's weights and moments, chunk by chunk."""
         state, place = self.state[parameter], self._places[parameter]
         state["step"] += 1
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], float(group["lr"])
@@ -101,16 +101,16 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
             stored_second.copy_(rounded(second, random >> 16))
 
     def _read_first(self, state: dict[str, Any], place: ShardPlace, begin: int, end: int) -> Tensor:
-        """Return a shard's elements `begin` to `end - 1` of the first moment: float32, new."""
+        """Return a float32 copy of a shard's first moments `begin` to `end - 1`."""
         return state["exp_avg"].view(-1)[begin:end].float()
 
     def _keep_first(self, state: dict[str, Any], place: ShardPlace, begin: int, first: Tensor, random: Tensor) -> None:
-        """Store the first moment of a shard from element `begin` on, rounded with the lowest 16 bits of `random`."""
+        """Store a shard's first moments from element `begin` on, rounded with the lowest 16 bits of `random`."""
         state["exp_avg"].view(-1)[begin : begin + len(first)].copy_(rounded(first, random))
 
 
 def chunks(start: int, count: int) -> Iterator[tuple[int, int]]:
-    """Divide a shard of `count` elements at multiples of CHUNK in the parameter."""
+    """Yield begin and end of the chunks of a shard, which is cut at multiples of CHUNK in the parameter."""
     begin = 0
     while begin < count:
         end = min(count, begin + CHUNK - (start + begin) % CHUNK)
@@ -162,25 +162,25 @@ def random_numbers(key: int, begin: int, count: int, device: torch.device | str)
 
 
 def _signed(constant: int) -> int:
-    """Return the int64 with the bits of a 64-bit number. Products of int64 are modulo 2^64."""
+    """Return the int64 with the bits of an unsigned 64-bit number. Products of int64 are modulo 2^64."""
     return constant - (1 << 64) if constant >> 63 else constant
 
 
 def _shifted(numbers: Tensor, places: int) -> Tensor:
-    """Shift right as unsigned numbers."""
+    """Return int64 numbers shifted right by `places` bits, filled with zero bits from the left."""
     return (numbers >> places).bitwise_and_((1 << (64 - places)) - 1)
 
 
 BLOCK = 32
-"""Number of elements that share a scale, as in the MX formats (arXiv 2310.10537). Blocks begin at multiples of it in
-the parameter. So do Megatron's shards, except with many data-parallel ranks: a shard may then cut a block, and each
-part has its own scale."""
+"""Block size: number of elements that share a scale, as in the MX formats (arXiv 2310.10537). Blocks begin at multiples
+of BLOCK in the parameter. So do Megatron's shards, except with many data-parallel ranks: then a shard may cut a block,
+and each part has a scale."""
 EXPONENTS = "exp_avg_exponents"
-"""Name of the scales in a parameter's state: int8, the exponent of each block's power-of-two scale."""
+"""Name in a parameter's state of the base-2 exponents of the blocks' scales, int8 [blocks]."""
 TOP = 8
-"""Base-2 exponent of a block's largest possible number after scaling: 2^8 = 256, while e4m3 ends at 448."""
+"""Base-2 exponent of the limit of numbers divided by their scale: 2^8 = 256; the maximum of float8_e4m3fn is 448."""
 LEAST_EXPONENT = -117
-"""Smallest exponent of a scale. The smallest positive number is then 2^-126, which float32 and bfloat16 represent."""
+"""Minimum exponent of a scale. The smallest positive number is then 2^-126, which float32 and bfloat16 represent."""
 
 
 @dataclass(frozen=True)
@@ -188,26 +188,26 @@ class Float8Values:
     """Numbers in float8 with their scales. bfloat16 represents them exactly, so checkpoints store them in bfloat16."""
 
     codes: Tensor
-    """float8_e4m3fn [n]."""
+    """Numbers divided by the scales of their blocks, float8_e4m3fn [n]."""
     exponents: Tensor
-    """int8: exponent of the scale of each block that holds the numbers."""
+    """Base-2 exponents of the scales of the blocks that contain the numbers, int8 [blocks]."""
     start: int
-    """Index of the first number within the first block."""
+    """Index of the first number in its block."""
 
     dtype = torch.bfloat16
-    """Element type of `read` and of checkpoints."""
+    """Element type that `read` returns and checkpoints store."""
 
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return how many numbers there are."""
         return self.codes.numel()
 
     def element_size(self) -> int:
-        """Return the bytes of one number in a checkpoint."""
+        """Return the size of one number in a checkpoint, in bytes."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all numbers in a checkpoint."""
+        """Size of all numbers in a checkpoint, in bytes."""
         return self.numel() * self.element_size()
 
     @property
@@ -216,29 +216,29 @@ class Float8Values:
         return self.codes.is_cuda
 
     def __getitem__(self, part: slice) -> "Float8Values":
-        """Return a slice of the numbers; `part` has no step."""
+        """Return a view of the numbers in slice `part`, which must have no step."""
         begin, end, _ = part.indices(self.numel())
         first, start = divmod(self.start + begin, BLOCK)
         last = -(-(self.start + end) // BLOCK)
         return Float8Values(self.codes[begin:end], self.exponents[first:last], start)
 
     def split(self, count: int) -> Iterator["Float8Values"]:
-        """Yield `count` numbers at a time."""
+        """Yield views of `count` consecutive numbers each."""
         return (self[begin : begin + count] for begin in range(0, self.numel(), count))
 
     def read(self) -> Tensor:
-        """Return the numbers: bfloat16 [n]."""
+        """Return a copy of the numbers, multiplied by their scales, bfloat16 [n]."""
         return self.read_float32().bfloat16()
 
     def read_float32(self) -> Tensor:
-        """Return the numbers: float32 [n], new."""
+        """Return a copy of the numbers, multiplied by their scales, float32 [n]."""
         scales = _power_of_two(self.exponents).repeat_interleave(BLOCK)
         return self.codes.float().mul_(scales[self.start : self.start + self.numel()])
 
     def keep(self, values: Tensor, random: Tensor | None) -> None:
-        """Store numbers. They must fill their blocks, except blocks that the shard cuts.
+        """Replace the numbers by `values`, rounded, and set the scales. The numbers must be whole blocks of the shard.
 
-        Scales are powers of two, so storing numbers that were read leaves them unchanged.
+        Scales are powers of two, so storing the numbers that `read` returns leaves them unchanged.
 
         Args:
             values: float32 [n], finite.
@@ -267,7 +267,7 @@ class Float8MomentAdamW(Bfloat16MomentsAdamW):
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. The first moment of another AdamW's state is rounded to the nearest."""
+        """Load an AdamW's state. A first moment that isn't in float8 is rounded to the nearest float8 numbers."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -281,13 +281,13 @@ class Float8MomentAdamW(Bfloat16MomentsAdamW):
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Allocate first moments for loading from a checkpoint: bfloat16 zeros."""
+        """Replace all first moments by bfloat16 zeros, into which a checkpoint can be loaded."""
         for parameter, state in self.state.items():
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Convert the loaded first moments to float8."""
+        """Convert all first moments from bfloat16, as loaded, to float8."""
         for parameter in self.state:
             self._pack(parameter)
 
@@ -309,7 +309,7 @@ class Float8MomentAdamW(Bfloat16MomentsAdamW):
 
 
 def float8_values(state: Mapping[str, Any], start: int) -> Float8Values:
-    """Return the first moment in a parameter's state; the shard begins at the parameter's element `start`."""
+    """Return a view of the first moments in a shard's state; `start`: the shard's first element in the parameter."""
     return Float8Values(state["exp_avg"].view(-1), state[EXPONENTS], start % BLOCK)
 
 
@@ -329,12 +329,12 @@ def rounded_to_float8(values: Tensor, random: Tensor | None) -> Tensor:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """Return 2 to the power of integers from -126 to 127, exactly: float32."""
+    """Return exact float32 powers of two for integer exponents from -126 to 127."""
     return ((exponents.int() + 127) << 23).view(torch.float32)
 
 
 def _zeros(parameter: Tensor, start: int) -> dict[str, Tensor]:
-    """Return a first moment of zeros, in the form of `float8_values`."""
+    """Return the state of first moments that are zero, as `float8_values` reads it."""
     blocks = -(-(start % BLOCK + parameter.numel()) // BLOCK)
     return {
         "exp_avg": torch.zeros_like(parameter, dtype=torch.uint8).view(torch.float8_e4m3fn),

@@ -63,79 +63,78 @@ from services.trainer.megatron.world import World
 from services.trainer.model.policy_model import StageModel
 
 COMMON = "common.json"
-"""File name of the state that all ranks share."""
+"""Name of a checkpoint's file with the state that all ranks share."""
 POLICY = "policy"
-"""Name of the policy's part; in a critic service's checkpoints, of the critic's part."""
+"""Name of the policy in checkpoints; in a critic service's checkpoints, of the critic."""
 CRITIC = "critic"
-"""Name of the critic's part."""
+"""Name of the critic in the trainer's checkpoints."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that is trained."""
+    """Trained model with its optimizer and schedule, as checkpoints hold it."""
 
     model: StageModel
-    """This rank's part of the model."""
+    """This rank's part of the trained model."""
     optimizer: MegatronOptimizer
-    """The optimizer."""
+    """Optimizer of the model."""
     schedule: OptimizerParamScheduler
-    """The learning-rate schedule."""
+    """Learning-rate schedule of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stateful:
-    """The parts of a learner that a checkpoint holds."""
+    """State of a learner that a checkpoint holds."""
 
     policy: TrainedModel
-    """The policy; in a critic service, the critic."""
+    """Policy with its optimizer; in a critic service, the critic."""
     critic: TrainedModel | None
-    """The critic, if the algorithm has one."""
+    """Critic that the trainer's ranks train; None if there is none."""
     frozen: Mapping[str, FrozenModel]
-    """The frozen models of the trainer's ranks, by role."""
+    """Frozen models in the trainer's ranks, by role."""
     step: int
     """Number of the last completed step."""
     world: World
-    """This rank's place in the world."""
+    """Megatron world, with this rank's place in it."""
     optimizer_steps: int
-    """Number of updates that have changed the weights."""
+    """Number of updates since the run's beginning that changed the weights."""
     moments: bool = True
     """True if checkpoints include the optimizers' moments."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the last step; empty if they are stored elsewhere."""
+    """Metrics of the last step, in a critic service; empty in a trainer (see its ledger)."""
     skipped_in_a_row: int = 0
-    """Number of consecutive skipped updates; 0 if it is stored elsewhere."""
+    """Number of updates skipped since the last applied one, in a critic service; 0 in a trainer (see its ledger)."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The state of a learner outside its model, as read from a checkpoint."""
+    """Counters and metrics of a learner, as read from a checkpoint."""
 
     optimizer_steps: int
-    """Number of updates that have changed the weights."""
+    """Number of updates since the run's beginning that changed the weights."""
     metrics: dict[str, float]
-    """Metrics of the last step; empty if they are stored elsewhere."""
+    """Metrics of the last step, of a critic service; empty from a trainer's checkpoint."""
     skipped_in_a_row: int
-    """Number of consecutive skipped updates; 0 if it is stored elsewhere."""
+    """Number of updates skipped since the last applied one, of a critic service; 0 from a trainer's checkpoint."""
 
 
 class Kept:
-    """State kept between a learner's snapshots: host memory, and the boxes of its parameters."""
+    """Objects that a learner's snapshots reuse: host memory, and the boxes of the parameters."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
         self._boxes: dict[str, Boxes] = {}
         self.in_use = False
-        """True from the start of a snapshot, which fills the memory, until it is written or given up."""
+        """True while a snapshot uses the memory: from its start until it is written or abandoned."""
 
     def boxes(self, model: Any, name: str) -> Boxes:
-        """Return `boxes_of` a model, computed once."""
+        """Return the boxes of a model's parameters by `boxes_of`, which is called once per name."""
         if name not in self._boxes:
             self._boxes[name] = boxes_of(model, name)
         return self._boxes[name]
 
     def free_or_new(self) -> "Kept":
-        """Return this object unless it is in use, as after a snapshot that was abandoned for taking too long; else a
-        new one."""
+        """Return this object, or a new one if a snapshot still uses its memory, such as one that took too long."""
         return Kept() if self.in_use else self
 
 
@@ -145,18 +144,18 @@ def _fill(state: Stateful) -> None:
 
 
 def _plan(state: Stateful, copies: HostCopies, kept: Kept) -> PartFiles:
-    """Plan this rank's files, after a call of `_fill`. Raises RuntimeError: the host has no memory for the copies."""
+    """Plan this rank's files. Call `_fill` before. Raises RuntimeError if the host lacks memory for the copies."""
     return PartFiles(list(_stored(state, kept)), state.world.rank, read_generators(), copies)
 
 
 class Snapshot:
-    """A snapshot of the state at construction, to be written to disk.
+    """Snapshot of a learner's state at construction, to be written to disk.
 
-    Training may continue meanwhile, but weights and optimizer state must not change before `copies` are complete.
+    Training may continue, but weights and optimizer state must not change before `copies` are complete.
     """
 
     def __init__(self, state: Stateful, folder: Path, kept: Kept) -> None:
-        """Plan the files and start copying the state. All ranks create it together; `folder` exists and is empty."""
+        """Plan the files in the empty folder `folder`, and start copying the state. All ranks call this together."""
         self._kept, self._folder = kept, folder
         kept.in_use = True
         self.copies = HostCopies(state.world.device, kept.memory)
@@ -165,7 +164,7 @@ class Snapshot:
         self._common = json.dumps(_common(state)).encode() if state.world.rank == 0 else b""
         self._files = _plan(state, self.copies, kept)
         self.nbytes = self._files.nbytes + len(self._common)
-        """Bytes that this rank writes."""
+        """Size of the files that this rank writes, in bytes."""
         self.copies.start()
 
     def write(self) -> dict[str, dict[str, Any]]:
@@ -190,8 +189,7 @@ class Snapshot:
             self._kept.in_use = False
 
     def give_up(self) -> None:
-        """Abandon the snapshot. Waits for the copies, because the next snapshot needs their memory. Raises like
-        `write`."""
+        """Abandon the snapshot. Waits for its copies, whose memory the next one reuses. Raises the copies' error."""
         try:
             self.copies.check()
         finally:
@@ -199,33 +197,33 @@ class Snapshot:
 
 
 class Checkpointed(ABC):
-    """A learner that can be checkpointed: the policy's or the critic's. All ranks make the same calls."""
+    """Base of learners whose state can be saved in checkpoints. All ranks make the same calls."""
 
     step: int
-    """The last step that it was trained on; 0 before the first."""
+    """Last step on which the learner was trained; 0 before the first."""
 
     def __init__(self, world: World, timeout_seconds: float) -> None:
-        """`timeout_seconds`: deadline of a snapshot's copies; changes of the state wait for them."""
+        """`timeout_seconds`: deadline of a snapshot's copies, for which changes of the state wait, in seconds."""
         self.world = world
-        """This rank's place in the world."""
+        """Megatron world, with this rank's place in it."""
         self._timeout_seconds = timeout_seconds
         self._copies: HostCopies | None = None
         self._kept = Kept()
 
     @abstractmethod
     def checksum(self) -> int:
-        """Return the `bit_sum` of this rank's weights."""
+        """Return a checksum of this rank's weights, by `bit_sum`."""
 
     @abstractmethod
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
-        """Restore the snapshot of a step. Raises CheckpointError if it doesn't fit."""
+        """Load a step's checkpoint from `folder`. Raises CheckpointError if the checkpoint doesn't fit the learner."""
 
     @abstractmethod
     def _stateful(self, step: int) -> Stateful:
-        """Return the content of a step's checkpoint."""
+        """Return the state that the checkpoint of step `step` holds."""
 
     def prepare_snapshots(self) -> None:
-        """Prepare boxes and memory for the first snapshot, by planning one without taking it."""
+        """Prepare boxes and host memory for the first snapshot, by planning a snapshot without taking it."""
         state, kept = self._stateful(self.step), self._kept
         _fill(state)
         _plan(state, HostCopies(state.world.device, kept.memory), kept)
@@ -243,7 +241,7 @@ class Checkpointed(ABC):
         return snapshot
 
     def _wait_for_copies(self) -> None:
-        """Wait until the last snapshot's copies are complete, so that the state may change."""
+        """Wait until the last snapshot's copies are complete, so that weights and optimizer state may change."""
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.wait_or_raise(self._timeout_seconds)
@@ -254,7 +252,7 @@ def _trained(state: Stateful) -> dict[str, TrainedModel]:
 
 
 def _common(state: Stateful) -> dict[str, Any]:
-    """Return the state that all ranks share, as plain values."""
+    """Return the state that all ranks share, as values for JSON: optimizer settings, schedules and counters."""
     content: dict[str, Any] = {
         name: {"optimizer": read_groups(model.optimizer), "schedule": model.schedule.state_dict(), "step": state.step}
         for name, model in _trained(state).items()
@@ -269,7 +267,7 @@ def _common(state: Stateful) -> dict[str, Any]:
 
 
 def _stored(state: Stateful, kept: Kept) -> Iterator[Stored]:
-    """Return the pieces that this rank saves."""
+    """Yield the pieces of models and optimizers that this rank saves."""
     for name, trained in _trained(state).items():
         boxes = kept.boxes(trained.model, name)
         for piece, tensor, saved in trained_pieces(boxes, single_optimizers(trained.optimizer)):
@@ -328,35 +326,35 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> Loaded
 
 
 def load_model(model: StageModel, folder: Path, world: World) -> None:
-    """Load only the model. All ranks call it together.
+    """Load a model's weights from a checkpoint, without optimizer state. All ranks call it together.
 
     Raises:
-        CheckpointError: it doesn't fit this model.
+        CheckpointError: the checkpoint doesn't fit this model.
     """
     _read_common(folder, world.disk)
     _read(_weights(model, POLICY), folder, world, generators=False)
 
 
 def _weights(model: Any, name: str) -> list[Wanted]:
-    """Return the load targets of a model's weights."""
+    """Return the elements to load for a model's weights, with their targets in the model."""
     boxes = boxes_of(model, name)
     return [one for each in boxes for one in _wanted(weight_pieces(boxes, each))]
 
 
 def _wanted(pieces: Pieces) -> list[Wanted]:
-    """Return the load targets of pieces. `write_groups` has replaced `Float8Values` by tensors."""
+    """Return the pieces as elements to load. Call `write_groups` before, which replaces `Float8Values` by tensors."""
     return [Wanted(piece, cast(Tensor, tensor)) for piece, tensor, _ in pieces]
 
 
 def _read(wanted: list[Wanted], folder: Path, world: World, *, generators: bool) -> dict[str, Any] | None:
-    """Read this rank's part. Returns the states of its generators, if requested."""
+    """Read the wanted elements into their targets. Returns this rank's random generator states, if requested."""
     with world.disk.all_ranks(f"reading {folder}") as progress:
         Loading(folder, world.rank, wanted).read(progress, world.device)
         return PartFile(folder / part_name(world.rank, 0)).generators if generators else None
 
 
 def _read_common(folder: Path, disk: DiskWork) -> dict[str, Any]:
-    """Read the state that all ranks share. All ranks call it together.
+    """Read a checkpoint's common.json, the state that all ranks share. All ranks call it together.
 
     Raises:
         CheckpointError: the checkpoint is in an earlier format.
@@ -400,7 +398,7 @@ def read_generators() -> dict[str, Any]:
 
 
 def write_generators(states: dict[str, Any]) -> None:
-    """Restore the states that `read_generators` returned."""
+    """Set this process's random generators to the states that `read_generators` returned."""
     torch.set_rng_state(_state(states["torch"]))
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_state(states["cuda"]))
@@ -412,7 +410,7 @@ def write_generators(states: dict[str, Any]) -> None:
 
 
 def _text(state: Tensor) -> str:
-    """Return a generator's state as hexadecimal text."""
+    """Return a random generator's state as hexadecimal text."""
     return state.cpu().numpy().tobytes().hex()
 
 

@@ -24,21 +24,24 @@ from services.trainer.learner.data_parallel import DataParallel
 
 
 class NonFiniteGradients(ArithmeticError):
-    """A replayed update, which was applied before, now has an infinite or NaN loss or gradient; no weights changed."""
+    """Raised if an update that was applied before has an infinite or NaN loss or gradient when replayed.
+
+    No weights have changed.
+    """
 
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """One model's part of an update."""
+    """What a weight update needs of one model."""
 
     optimizer: MegatronOptimizer
-    """Megatron's chained optimizer, with the gradients."""
+    """Chained optimizer of Megatron, whose parameters have their gradients."""
     schedule: OptimizerParamScheduler
-    """Schedule of the learning rate."""
+    """Learning-rate schedule of the model."""
     loss: float
-    """The model's loss, the same on all ranks."""
+    """Loss of the model in this update, the same on all ranks."""
     clip_grad: float
-    """Maximum norm of the gradient; 0 disables clipping."""
+    """Maximum gradient norm, to which the gradient is clipped; 0 disables clipping."""
 
 
 def update_weights(
@@ -79,7 +82,7 @@ def update_weights(
 
 
 def reduce_gradients(model: DataParallel, normalizer: float) -> None:
-    """Sum gradients over the ranks that share parameters, and divide them by `normalizer`. Collective."""
+    """Sum gradients over the ranks that share parameters, and divide them by `normalizer`. All ranks call this."""
     finalize_model_grads([model])
     if normalizer != 1.0:
         model.scale_gradients(1.0 / normalizer)
@@ -102,10 +105,10 @@ def _clip_and_step(optimizer: MegatronOptimizer, clip_grad: float, norm: float) 
 
 
 BY_EPOCH = ("loss", "grad_norm", "ratio", "clip_fraction")
-"""Metrics that a step of several epochs also has for each epoch."""
+"""Names of the metrics that a step of several epochs also reports for each epoch."""
 
 UNWEIGHTED = ("loss", "grad_norm", "value_loss", "value_grad_norm")
-"""Metrics whose means over updates aren't weighted by tokens."""
+"""Names of the metrics whose mean over a step's updates isn't weighted by tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,26 +116,26 @@ class UpdateStats:
     """Statistics of one optimizer update, the same on all ranks."""
 
     step: int
-    """Number of the update's step, from 1."""
+    """Number of the step that the update belongs to, counted from 1."""
     loss: float
-    """Summed loss divided by the normalizer."""
+    """Loss of the update: the sum over its tokens, divided by the normalizer."""
     grad_norm: float
-    """Norm of the gradient before clipping."""
+    """Gradient norm before clipping."""
     skipped: bool
     """True if the update was skipped, leaving weights, optimizer and schedule unchanged."""
     lr: float
     """Learning rate of the last applied update."""
     tokens: int
-    """Trained tokens in the update, over all ranks."""
+    """Number of trained tokens in the update, over all ranks."""
     metrics: dict[str, float]
-    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `routing_metrics`, the difference
-    between the engine's and the trainer's log-probs (`mismatch_metrics`), and the critic's numbers."""
+    """Further metrics: sums that the loss reports, per token (kl, entropy, clip_fraction ...), `routing_metrics`,
+    `mismatch_metrics` of the engine's and the trainer's log-probs, and the critic's metrics."""
     cause: str = ""
-    """Part of the algorithm that made the loss infinite or NaN; empty if log-probs, advantages or the critic did."""
+    """Part of the algorithm that made the loss infinite or NaN; empty if the loss's inputs or the critic did."""
 
     @property
     def shown(self) -> str:
-        """Losses and norms of the update, for an error message."""
+        """Losses and gradient norms of the update as text, for error messages."""
         critic = ""
         if "value_loss" in self.metrics:
             critic = f"; critic: loss {self.metrics['value_loss']:g}, gradient norm {self.metrics['value_grad_norm']:g}"
@@ -141,7 +144,7 @@ class UpdateStats:
 
     @property
     def values(self) -> dict[str, float]:
-        """All values by metric name, as for a step with one update."""
+        """All metrics of the update by name, as a step with this update alone reports them."""
         return {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, **self.metrics}
 
 
@@ -174,7 +177,7 @@ def _merged(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def _merge(name: str, updates: Sequence[UpdateStats]) -> float:
-    """Merge the updates' values of one metric."""
+    """Return a step's value of one metric, from the values of its updates."""
     values = [update.values[name] for update in updates]
     if len(values) == 1 or name in ("lr", "value_lr"):
         return values[-1]
@@ -185,31 +188,31 @@ def _merge(name: str, updates: Sequence[UpdateStats]) -> float:
 
 
 NAMED_GROUPS = 8
-"""Maximum number of groups per step named in an error; the log and the ledger have all."""
+"""Maximum number of groups that an error names per step; the log and the ledger name all."""
 
 
 class TooManySkippedUpdates(ArithmeticError):
-    """More consecutive updates were skipped than trainer.max_skipped_updates allows."""
+    """Raised if more consecutive updates were skipped than trainer.max_skipped_updates allows."""
 
 
 class SkippedUpdates:
-    """Consecutive skipped updates. After a restart they are read from the ledger."""
+    """Counts the updates skipped since the last applied one. After a restart, the ledger provides them."""
 
     def __init__(self, max_skipped: int) -> None:
-        """`max_skipped` is trainer.max_skipped_updates."""
+        """`max_skipped`: maximum number of consecutive skipped updates (trainer.max_skipped_updates)."""
         self._max_skipped = max_skipped
         self._row: list[tuple[int, Sequence[str]]] = []
-        """Step and groups of each update skipped since the last applied one."""
+        """Step number and group ids of each update skipped since the last applied update."""
         self._applied = 0
-        """Step of the last applied update."""
+        """Step number of the last applied update."""
 
     def record(self, step: int, groups: Sequence[str], *, skipped: bool) -> None:
-        """Record an update of a step on these groups. Call it for every update, in order."""
+        """Record whether an update was skipped. Call this for every update, in order. `groups`: its groups' ids."""
         self._row = [*self._row, (step, groups)] if skipped else []
         self._applied = self._applied if skipped else step
 
     def record_step(self, step: int, plan: Mapping[str, Any]) -> None:
-        """Record the updates of a committed step from its plan in the ledger."""
+        """Record all updates of a committed step, as its plan in the ledger tells them."""
         if not plan.get(OUTCOME):  # as in most steps: no parsing, so that the ledger is read quickly
             self.record(step, plan["groups"], skipped=False)
             return
@@ -218,11 +221,11 @@ class SkippedUpdates:
             self.record(step, parsed.groups_of(mini_batch), skipped=index in plan[OUTCOME])
 
     def check(self, step: int, groups: Sequence[str], cause: str = "") -> None:
-        """Raise TooManySkippedUpdates if skipping one more update, of an uncommitted step, exceeds the limit.
+        """Raise TooManySkippedUpdates if one more skipped update exceeds the limit.
 
         Args:
-            step: the step.
-            groups: the update's groups.
+            step: the update's step, which isn't committed.
+            groups: ids of the update's groups.
             cause: `UpdateStats.cause` of the update.
         """
         if len(self._row) < self._max_skipped:

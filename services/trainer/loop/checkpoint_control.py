@@ -38,17 +38,17 @@ from services.trainer.megatron.disk_work import DiskRefused
 logger = logging.getLogger(__name__)
 
 SHOWN_ERRORS = 3
-"""Maximum number of ranks whose errors are shown."""
+"""Maximum number of ranks whose errors a message about a failed checkpoint shows."""
 
 REMOVAL_SECONDS = 5.0
-"""Maximum seconds to wait, when leaving a run, for the removal of replaced checkpoints."""
+"""Maximum time to wait for the removal of replaced checkpoints at the end of a run, in seconds."""
 
 Answer = Future[tuple[str, int]]
-"""Future of the checkpoint's path and step, resolved once it is on disk."""
+"""Future path and step of a requested checkpoint, set when the checkpoint is on disk."""
 
 
 class Checkpoints:
-    """Takes, completes and removes checkpoints. Used by rank 0's training thread only."""
+    """Starts, completes and removes checkpoints. Only rank 0's training thread uses it."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Checkpoints:
         rank: CommandedRank,
         announce: Callable[[int, bool], None] = lambda step, keep: None,
     ) -> None:
-        """`announce` is called before a requested checkpoint, with its step and whether it is kept for ever."""
+        """`announce`: called before a requested checkpoint starts, with its step, and True if it is never removed."""
         self._config = config
         self._announce = announce
         self._settings = config.trainer.checkpoint
@@ -73,43 +73,45 @@ class Checkpoints:
         self._keep = False
         """True if the next checkpoint is never removed."""
         self._requesters: list[Answer] = []
-        """Futures for the requesters of the next checkpoint."""
+        """Futures that `request` has returned for the next checkpoint."""
         self._saving: _Saving | None = None
         self._sealer = ThreadPoolExecutor(1, "seal-checkpoint")
         self._stalled = 0.0
 
     def prepare(self) -> None:
-        """Have the ranks prepare the memory for the first checkpoint, if the run takes any."""
+        """Make all ranks prepare memory for the first checkpoint, if the run takes checkpoints."""
         if self._settings.every:
             self._rank.run(prepare_checkpoints)
 
     def after_step(self, step: int, seconds: float, file: Path) -> None:
-        """Schedule a checkpoint if one is due after a committed step, given the `seconds` of work on it, and its step
-        file."""
+        """Count a committed step, and request a checkpoint if one is due.
+
+        `seconds`: time of work on the step. `file`: the step's file, whose size counts.
+        """
         self.after_replay(seconds, file)
         self._wanted |= self._schedule.due(step)
 
     def after_replay(self, seconds: float, file: Path) -> None:
-        """Count a replayed step towards the next checkpoint: until then each restart replays it again."""
+        """Count a replayed step, because every restart before the next checkpoint replays the step again."""
         size = 0
         with suppress(OSError):  # such as a file that was removed meanwhile
             size = file.stat().st_size
         self._schedule.count(seconds=seconds, size=size)
 
     def request(self, *, rotate: bool = False) -> Answer:
-        """Request a checkpoint as soon as possible. Unless `rotate`, it is kept for ever."""
+        """Request a checkpoint as soon as possible. Without `rotate`, the checkpoint is never removed."""
         self._wanted = True
         self._keep |= not rotate
         self._requesters.append(Future())
         return self._requesters[-1]
 
     def complete_if_written(self) -> None:
-        """Complete a checkpoint that all ranks have written. Call it between rounds."""
+        """Complete the running checkpoint if all ranks have written their files. Call this between rounds."""
         if self._saving is not None:
             self._check(self._saving)
 
     def begin_if_wanted(self, step: int) -> None:
-        """Start a requested checkpoint of the last committed step, whose weights the learner has."""
+        """Start a checkpoint of the learner's weights if one is requested or due. `step`: the last committed step."""
         if self._wanted and self._saving is None:
             try:
                 self._begin(step)
@@ -127,7 +129,7 @@ class Checkpoints:
         self._stalled += time.monotonic() - began
 
     def take_stall(self) -> float:
-        """Return and reset the seconds for which checkpoints have blocked training."""
+        """Return the seconds for which checkpoints have blocked training since the last call."""
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
@@ -162,7 +164,7 @@ class Checkpoints:
         )
 
     def _mark(self, path: Path) -> str:
-        """Mark a checkpoint as kept for ever. Return "" or the error."""
+        """Mark a checkpoint as never to be removed. Return "" or the error's message."""
         with self._rank.rank0_only(f"marking {path}"):
             try:
                 folders.keep(path)
@@ -195,7 +197,7 @@ class Checkpoints:
             saving.sealed = self._sealer.submit(self._seal, saving, files)
 
     def _seal(self, saving: "_Saving", files: Mapping[str, Any]) -> str:
-        """Seal a checkpoint and remove older ones. Return "" or the error. Runs in a thread, beside training."""
+        """Seal a written checkpoint, and remove older ones. Return "" or the error's message. Runs in a thread."""
         try:
             folders.seal(saving.partial, saving.final, saving.state, files, kept=saving.keep)
         except OSError as error:
@@ -215,11 +217,14 @@ class Checkpoints:
             answer.set_result((str(saving.final), step))
 
     def remove_replaced(self) -> Future[None]:
-        """Remove the previous best checkpoint, if it was replaced, beside training. Returns a future of its removal."""
+        """Remove the previous best checkpoint in a thread, if it was replaced. Returns the removal's future."""
         return self._sealer.submit(self._remove_older, wait=True)
 
     def _remove_older(self, *, wait: bool = False) -> None:
-        """Start removing checkpoints and step files that newer or better checkpoints replace."""
+        """Remove checkpoints and step files that are not needed any more: checkpoints in a thread.
+
+        `wait`: wait for this thread, at most REMOVAL_SECONDS.
+        """
         settings = self._settings
         try:
             protected = protected_steps(self._record_folder, settings.keep_best, self._run_folder)
@@ -233,7 +238,7 @@ class Checkpoints:
             logger.warning("what newer checkpoints replace could not be removed, and takes room: %s", error)
 
     def _followed(self) -> float:
-        """Return the step up to which a critic service needs no step file."""
+        """Return the last step whose file a critic service doesn't need; infinity without a critic service."""
         if self._config.roles.critic.placement != "service":
             return math.inf
         settings, of_critic = self._settings, critic_folder(self._run_folder)
@@ -248,7 +253,7 @@ class Checkpoints:
         self._fail(saving.answers, f"{reason}; {self._room(saving)}")
 
     def _room(self, saving: "_Saving") -> str:
-        """Return a sentence on the room that a checkpoint needs, the disk's room, and how to make more."""
+        """Return an error message's part about the disk space that a checkpoint needs, and how to free space."""
         folder = saving.final.parent
         try:
             free = byte_amount(shutil.disk_usage(folder).free)
@@ -297,7 +302,7 @@ class Checkpoints:
 
 @dataclass(kw_only=True)
 class _Saving:
-    """A checkpoint being written."""
+    """Checkpoint that the ranks are writing."""
 
     state: CheckpointState
     partial: Path
@@ -307,11 +312,11 @@ class _Saving:
     keep: bool
     size: int
     sealed: Future[str] | None = None
-    """The error, or "" once the checkpoint is sealed; None while ranks write."""
+    """Future message of an error in sealing, "" for success; None while ranks write their files."""
 
 
 def _make_empty_folder(folder: Path) -> str:
-    """Create an empty folder, replacing an existing one. Return "" or the error."""
+    """Create an empty folder, replacing an existing one. Return "" or the error's message."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -321,7 +326,7 @@ def _make_empty_folder(folder: Path) -> str:
 
 
 def remove_step_files(run_folder: Path, up_to: float) -> None:
-    """Remove the step files up to a step, which checkpoints cover."""
+    """Remove the step files of all steps up to `up_to`."""
     for step, path in step_files(run_folder).items():
         if step <= up_to:
             os.unlink(path)
@@ -379,7 +384,7 @@ def _put_aside(rank: CommandedRank, path: Path, why: str) -> None:
 
 
 def same_layout(state: CheckpointState, config: RunConfig) -> bool:
-    """Return True if the configuration has the checkpoint's parallel layout."""
+    """Return True if the configuration has the parallel layout with which the checkpoint was saved."""
     names = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
     chunks = state.trainer.get("pipeline_chunks", 1)  # earlier releases had no such setting
     return chunks == config.trainer.pipeline_chunks and all(
@@ -388,7 +393,7 @@ def same_layout(state: CheckpointState, config: RunConfig) -> bool:
 
 
 class Schedule:
-    """Counts the work since the last checkpoint, which a restart would replay, and decides when the next one is due."""
+    """Counts the work since the last checkpoint, which a restart must replay, and tells when a checkpoint is due."""
 
     def __init__(self, settings: CheckpointConfig) -> None:
         self._settings = settings
@@ -396,13 +401,15 @@ class Schedule:
         self._bytes = 0
 
     def count(self, *, seconds: float, size: int) -> None:
-        """Count a step, given the `seconds` of work on it without waits for groups, and the `size` of its file in
-        bytes."""
+        """Count a step that a restart must replay.
+
+        `seconds`: time of work on the step, without waits for groups. `size`: size of the step's file, in bytes.
+        """
         self._seconds += seconds
         self._bytes += size
 
     def due(self, step: int) -> bool:
-        """Return True if a checkpoint is due after the counted steps."""
+        """Return True if a checkpoint is due after step `step`, by its number or the counted work."""
         settings = self._settings
         if not settings.every:
             return False
@@ -413,5 +420,5 @@ class Schedule:
         )
 
     def begun(self) -> None:
-        """Restart the count at the beginning of a checkpoint."""
+        """Reset the counted work, because a checkpoint has begun."""
         self._seconds, self._bytes = 0.0, 0

@@ -51,17 +51,17 @@ logger = logging.getLogger(__name__)
 
 
 def size_of(run_folder: Path, step: int) -> int:
-    """Return the bytes of a checkpoint's files. Raises OSError."""
+    """Return the total size of a checkpoint's files, in bytes. Raises OSError."""
     return sum(file.stat().st_size for file in checkpoint_path(run_folder, step).iterdir())
 
 
 def is_marked(run_folder: Path, step: int) -> bool:
-    """Return True if a checkpoint is marked as kept for ever."""
+    """Return True if a checkpoint is marked as never to be removed."""
     return (checkpoint_path(run_folder, step) / KEPT).exists()
 
 
 def room_for_more(run_folder: Path, max_bytes: int) -> int:
-    """Return the bytes of the limit that the existing checkpoints and the next one leave; negative if they exceed it.
+    """Return how many of `max_bytes` bytes are left after the next checkpoint; negative if the limit is exceeded.
 
     The next checkpoint is assumed to be as large as the newest.
     """
@@ -71,9 +71,9 @@ def room_for_more(run_folder: Path, max_bytes: int) -> int:
 
 
 def beyond(run_folder: Path, max_bytes: int, protected: Collection[int] = ()) -> list[int]:
-    """Return the steps of the checkpoints to remove, the oldest first, so that the next one has room within the limit.
+    """Return the steps of the checkpoints to remove, oldest first, so that the next one fits into `max_bytes`.
 
-    The newest, marked and protected checkpoints are never among them.
+    The newest checkpoint is never removed, nor are marked and protected ones.
     """
     room, found = room_for_more(run_folder, max_bytes), []
     for step in reversed(checkpoint_steps(run_folder)[1:]):
@@ -86,48 +86,49 @@ def beyond(run_folder: Path, max_bytes: int, protected: Collection[int] = ()) ->
 
 
 REFERENCE_FOLDER = "reference"
-"""Subfolder of the run's folder for the reference's weights."""
+"""Subfolder of the run's folder with the weights that a reference service loads."""
 MANIFEST = "manifest.json"
 PART = re.compile(r"rank-(\d+)-")
-"""Prefix of the names of a rank's files."""
+"""Beginning of the names of checkpoint files that a rank writes; group 1 is the rank."""
 CHUNK_BYTES = 1 << 20
-"""Bytes per read for a checksum."""
+"""Size of one read when a file's checksum is computed, in bytes."""
 REMOVED_TERM = 0
-"""Number in place of the trainer's term in the names of checkpoints being removed."""
+"""Term in the names of checkpoints that are being removed; no trainer has this term."""
 UNFINISHED = {
     CHECKPOINTS: re.compile(r"\.step-\d{6,}\.(\d+)\.partial"),
     STEPS: re.compile(r"step-\d{6,}\.safetensors\.(\d+)\.partial"),
     REFERENCE_FOLDER: re.compile(r"step-\d{6,}\.(\d+)\.partial"),
 }
-"""Names of the partial files that dead ranks leave, by folder of the run; group 1 is the trainer's term."""
+"""Patterns of unfinished files and folders that a dead trainer leaves, by subfolder of the run's folder; group 1 is
+the trainer's term."""
 
 
 class CheckpointBroken(Exception):
-    """A file of a checkpoint is missing or was changed after it was written."""
+    """Raised if a file of a checkpoint is missing, or was changed after it was written."""
 
 
 class Ledger(BaseModel):
-    """The committed step that a checkpoint belongs to."""
+    """Committed step whose weights a checkpoint contains, as the ledger identifies the step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
-    """Number of the step; 0 before the first."""
+    """Number of the step; 0 for the initial weights."""
     term: int = 0
     """Term of the trainer that made the step."""
     plan_sha256: str = ""
-    """Checksum of the step's plan (`plan_sha256`)."""
+    """SHA-256 checksum of the step's plan, by the function `plan_sha256`."""
 
 
 class BoardState(BaseModel):
-    """State of the run's groups, from which an empty board can be restored."""
+    """State of a run's groups, from which an empty board can be restored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cursor: Any
-    """The data cursor."""
+    """Cursor of the data sources: where the run continues to read prompts."""
     open_groups: tuple[str, ...]
-    """Ids of groups that are open, or were dropped with their prompt waiting for a retry."""
+    """Ids of groups that are not finished, or were dropped with their prompt waiting for a retry."""
     published: int
     trained: int
     dropped: int
@@ -135,42 +136,41 @@ class BoardState(BaseModel):
 
 
 class CheckpointState(BaseModel):
-    """The content of state.json."""
+    """Content of a checkpoint's file state.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = 1
     run_id: str
     step: int
-    """The weights' version."""
+    """Step after which the checkpoint was taken; also the version of its weights."""
     term: int
     """Term of the trainer that wrote the checkpoint."""
     ledger: Ledger
     board: BoardState
     trainer: dict[str, Any]
-    """The configuration's section trainer."""
+    """Section trainer of the run's configuration."""
     algorithm: dict[str, Any]
-    """The configuration's section algorithm. Algorithms have no state."""
+    """Section algorithm of the run's configuration. Algorithms have no state."""
     weights_checksum: int = 0
-    """`Learner.checksum`, summed over all ranks."""
+    """Checksum of the weights: the sum of `Learner.checksum` over all ranks."""
     versions: dict[str, str]
-    """Releases of relaxd, torch and megatron-core."""
+    """Versions of relaxd, torch and megatron-core that wrote the checkpoint."""
 
 
 def partial_path(run_folder: Path, step: int, term: int) -> Path:
-    """Return the path of an unfinished checkpoint. The term in it keeps a revived trainer away from its successor's
-    files."""
+    """Return the path of an unfinished checkpoint. It contains the term, so that trainers never share a path."""
     return checkpoints_folder(run_folder) / f".step-{step:06d}.{term}.partial"
 
 
 def plan_sha256(plan: Mapping[str, Any]) -> str:
-    """Return a plan's checksum without its outcome: step files, and ledgers restored from them, have none."""
+    """Return a plan's SHA-256 checksum without OUTCOME, which step files and ledgers restored from them lack."""
     planned = {name: value for name, value in plan.items() if name != OUTCOME}
     return hashlib.sha256(json.dumps(planned, sort_keys=True).encode()).hexdigest()
 
 
 def describe(path: Path, progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-    """Return a file's size and checksum for the manifest; call `progress` with the bytes read."""
+    """Return a file's size and checksum for the manifest; call `progress` with the number of bytes of each read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -182,7 +182,9 @@ def describe(path: Path, progress: Callable[[int], None] = lambda count: None) -
 def describe_all(
     paths: Iterable[Path], progress: Callable[[int], None] = lambda count: None
 ) -> dict[str, dict[str, Any]]:
-    """Return `describe` of several files by name, read at the same time; call `progress` in this thread.
+    """Return sizes and checksums of several files for the manifest, by file name. Threads read the files.
+
+    `progress` is called in the calling thread with the number of bytes of each read.
 
     Raises:
         OSError: a file can't be read.
@@ -191,10 +193,10 @@ def describe_all(
 
 
 def seal(partial: Path, final: Path, state: CheckpointState, written: Mapping[str, Any], *, kept: bool = False) -> None:
-    """Atomically turn a folder with all ranks' files into a checkpoint.
+    """Add manifest and state to a folder with all ranks' files, and rename it atomically to a complete checkpoint.
 
     Args:
-        partial: the folder.
+        partial: folder with the ranks' files.
         final: the checkpoint's path.
         state: content of state.json.
         written: `describe` of the ranks' files, by name; other files are read here.
@@ -265,7 +267,7 @@ def put_aside(path: Path) -> Path:
 
 
 def remove_partials(run_folder: Path, before_term: int) -> None:
-    """Remove unfinished checkpoints, step files and reference weights of trainers with earlier terms."""
+    """Remove unfinished checkpoints, step files and reference weights of trainers with terms before `before_term`."""
     for folder, name in UNFINISHED.items():
         for path in (run_folder / folder).glob("*.partial"):
             found = name.fullmatch(path.name)
@@ -274,7 +276,7 @@ def remove_partials(run_folder: Path, before_term: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder as far as possible; a remainder only takes space."""
+    """Remove a file or folder, and ignore errors, because leftovers only take disk space."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -291,7 +293,10 @@ def has_room(folder: Path, size: int) -> bool:
 
 
 def remove_rotated(run_folder: Path) -> threading.Thread:
-    """Start, and return, a thread that removes checkpoints renamed by `rotate`. The next trainer removes leftovers."""
+    """Start a thread that removes the checkpoints that `rotate` renamed. Returns the thread.
+
+    The next trainer removes what the thread leaves.
+    """
     arguments = (run_folder, REMOVED_TERM + 1)
     thread = threading.Thread(target=remove_partials, args=arguments, name="remove-checkpoints")
     thread.start()
@@ -299,18 +304,17 @@ def remove_rotated(run_folder: Path) -> threading.Thread:
 
 
 def keep(path: Path) -> None:
-    """Mark a checkpoint as kept for ever. Raises OSError."""
+    """Mark a checkpoint as never to be removed. Raises OSError."""
     (path / KEPT).touch()
     sync(path)
 
 
 def oldest_kept(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collection[int] = ()) -> int | None:
-    """Return the step of the oldest checkpoint that may be needed; None if there are too few yet.
+    """Return the step of the oldest checkpoint that may be needed to restore the weights; None if there are too few.
 
-    Normally that is the oldest of the newest `keep`; None if there are fewer. If `max_bytes` leaves no room for one
-    more after the next, it is the oldest of the newest `keep` that may be removed. Earlier steps are no longer needed
-    to restore the weights, even if newer checkpoints are broken.
-    `protected`: steps whose checkpoints are never removed.
+    Normally it is the oldest of the newest `keep` checkpoints. If `max_bytes` leaves no room for one more after the
+    next, it is the oldest of the newest `keep` that may be removed. Earlier steps are not
+    needed, even if newer checkpoints are broken. `protected`: steps whose checkpoints are never removed.
     """
     steps = checkpoint_steps(run_folder)
     if max_bytes and steps and room_for_more(run_folder, max_bytes) < size_of(run_folder, steps[0]):
@@ -320,7 +324,7 @@ def oldest_kept(run_folder: Path, keep: int, max_bytes: int = 0, protected: Coll
 
 
 def rotate(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collection[int] = ()) -> int | None:
-    """Rename checkpoints beyond the newest `keep` or a limit of bytes; `remove_rotated` removes them.
+    """Rename the checkpoints that exceed `keep` or `max_bytes`, for removal by `remove_rotated`.
 
     The newest, marked and protected checkpoints stay.
 
@@ -331,7 +335,7 @@ def rotate(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collectio
         protected: steps of further checkpoints that stay.
 
     Returns:
-        `oldest_kept`.
+        The result of `oldest_kept` for the checkpoints that stay.
     """
     steps = checkpoint_steps(run_folder)
     old = (step for step in steps[keep:] if step not in protected)
@@ -346,7 +350,7 @@ def rotate(run_folder: Path, keep: int, max_bytes: int = 0, protected: Collectio
 
 
 def _limit(run_folder: Path, keep: int, max_bytes: int, protected: Collection[int]) -> None:
-    """Remove the oldest checkpoints until the rest and the next one fit into a limit, and log it."""
+    """Rename the oldest checkpoints for removal until the others and the next one fit into `max_bytes`; log it."""
     removed = beyond(run_folder, max_bytes, protected)
     _remove_later(run_folder, removed)
     limit = f"trainer.checkpoint.max_bytes = {max_bytes}"
@@ -366,38 +370,39 @@ def _limit(run_folder: Path, keep: int, max_bytes: int, protected: Collection[in
 
 
 def _remove_later(run_folder: Path, steps: Iterable[int]) -> None:
-    """Rename checkpoints, so that they don't look complete during their removal, which takes a second."""
+    """Rename checkpoints for removal, so that they don't look complete while their files are being removed."""
     for step in steps:
         path = checkpoint_path(run_folder, step)
         os.rename(path, path.with_name(f".{path.name}.{REMOVED_TERM}.partial"))
 
 
 WEIGHTS_NAME = re.compile(r"step-(\d+)\.(\d+)")
-"""Beginning of the name of a folder of reference weights: step and term. Unfinished folders end with ".partial"."""
+"""Matches the beginning of a reference weights folder's name; groups are step and term. Names of unfinished folders
+end with ".partial"."""
 
 
 def weights_after(plan: Mapping[str, Any]) -> str:
-    """Return the name of the reference's weights after a committed step, by its plan; "": the initial ones."""
+    """Return the name of the reference service's weights after a committed step; "" for the initial weights."""
     if REFERENCE in plan.get("refreshed", ()):
         return f"step-{plan['step']:06d}.{plan['term']}"
     return str(plan.get("reference", ""))
 
 
 def weights_path(run_folder: Path, name: str) -> Path:
-    """Return the folder of the reference's weights with this name."""
+    """Return the path of the reference weights folder `name`."""
     return run_folder / REFERENCE_FOLDER / name
 
 
 def sync_weights(folder: Path) -> None:
-    """Wait until weights are on disk. Raises OSError."""
+    """Wait until all files of a folder of weights are on disk. Raises OSError."""
     for path in (*folder.iterdir(), folder, folder.parent):
         sync(path)
 
 
 def remove_older(run_folder: Path, name: str, kept: str) -> None:
-    """Remove the weights older than those of `name`, except `kept`. Raises OSError.
+    """Remove the folders of reference weights older than folder `name`, except folder `kept`. Raises OSError.
 
-    A replaced trainer, even before it notices, thus removes none of its successor's weights.
+    So a trainer that was replaced doesn't remove its successor's weights.
     """
     for path in (run_folder / REFERENCE_FOLDER).iterdir():
         if (

@@ -1,4 +1,4 @@
-"""A rank that runs rank 0's commands, its part in checkpoints (controlled by `Checkpoints`), and its thread."""
+"""Runs rank 0's commands on every rank of trainer or critic, in a thread. Also each rank's part of checkpoints."""
 
 import json
 import logging
@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPart:
-    """Takes, writes and verifies this rank's part. All ranks call begin, end and intact together."""
+    """Takes, writes and verifies this rank's part of checkpoints.
+
+    All ranks call begin, end and intact together.
+    """
 
     def __init__(self, learner: Checkpointed) -> None:
         self._learner = learner
@@ -42,7 +45,10 @@ class CheckpointPart:
         self._begun = 0
 
     def begin(self, partial: Path) -> int:
-        """Take a snapshot, which `write` writes to an empty folder. Returns the bytes that this rank will write."""
+        """Take a snapshot of this rank's training state. Return the number of bytes that this rank will write.
+
+        `write` will write it to `partial`, an empty folder.
+        """
         self._snapshot, self._partial = self._learner.snapshot(partial), partial
         self._begun += 1
         return self._snapshot.nbytes
@@ -59,20 +65,20 @@ class CheckpointPart:
         threading.Thread(target=_write, args=arguments, name="write-checkpoint", daemon=True).start()
 
     def reports(self) -> list[dict[str, Any]] | None:
-        """Return each rank's files by name ("files"), or its error ("error"), once all have finished; None before."""
+        """Return what each rank reported: "files" by name, or "error". Return None until all ranks have finished."""
         results = self._disk.results(self._name)
         return None if results is None else [json.loads(report) for report in results]
 
     def writing(self) -> list[int]:
-        """Return the ranks that haven't reported the end of their writing."""
+        """Return the ranks that haven't finished writing their part of the checkpoint."""
         return self._disk.silent(self._name)
 
     def copied(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the snapshot's copies. Return True if they are complete."""
+        """Wait up to `seconds` until the snapshot is copied off the device. Return True if it is."""
         return self._snapshot is None or self._snapshot.copies.wait(seconds)
 
     def end(self) -> None:
-        """Drop the snapshot."""
+        """Discard the checkpoint's snapshot and the ranks' reports."""
         self._snapshot = None
         self._disk.forget(self._name)
 
@@ -119,22 +125,22 @@ R = TypeVar("R", bound="CommandedRank")
 
 @dataclass
 class CommandedRank:
-    """State of one rank for its commands. Used by its training thread only."""
+    """State of one rank of trainer or critic for its commands. Used by its training thread only."""
 
     channel: RankChannel
     """Channel from rank 0 to the other ranks."""
     learner: Checkpointed
-    """This rank's learner."""
+    """Learner of this rank, whose state checkpoints save."""
     checkpoint: CheckpointPart
     """This rank's part of the checkpoint that is being written."""
     board: Board
-    """Source of the groups' columns."""
+    """The run's board, from which columns and the ledger are read."""
     run_folder: Path
     """Folder for checkpoints: the run's, or a follower's subfolder."""
 
     @property
     def record_folder(self) -> Path:
-        """The folder of the run, with its record."""
+        """Run folder that holds the recorded steps; a follower's `run_folder` is a subfolder."""
         return self.run_folder
 
     @cached_property
@@ -169,13 +175,13 @@ class CommandedRank:
             yield progress
 
     def checksum(self) -> int:
-        """Return `Learner.checksum`, summed over all ranks, which call it together."""
+        """Return the checksum of the weights, summed over all ranks. Collective."""
         return self.channel.sum_over_ranks(self.learner.checksum())
 
 
 @command
 def wait_for_disk(rank: CommandedRank, work: str) -> None:
-    """Wait for disk work of rank 0. A command that rank 0 sends in `CommandedRank.rank0_only`."""
+    """Wait until rank 0 has finished its disk work. `CommandedRank.rank0_only` sends this command."""
     with rank.channel.disk.all_ranks(work):
         pass
 
@@ -188,7 +194,7 @@ def prepare_checkpoints(rank: CommandedRank) -> None:
 
 @command
 def begin_checkpoint(rank: CommandedRank, folder: Path) -> tuple[int, int]:
-    """Take a snapshot and start writing it to an empty folder, if there is room for it.
+    """Snapshot the training state on all ranks. Start writing it to an empty folder if the disk has room.
 
     Return the checksum of the weights, and the bytes that all ranks will write.
     """
@@ -201,7 +207,7 @@ def begin_checkpoint(rank: CommandedRank, folder: Path) -> tuple[int, int]:
 
 @command
 def end_checkpoint(rank: CommandedRank) -> None:
-    """Drop the snapshot. Called once every rank has finished writing or failed, or the time limit has passed."""
+    """Discard the checkpoint's snapshot, once all ranks have finished or failed, or the time limit has passed."""
     rank.checkpoint.end()
 
 
@@ -222,7 +228,7 @@ END_SECONDS = 5.0
 
 
 class RankThread:
-    """Runs a rank's work. Any error ends the process; the parent then restarts the world or the replica."""
+    """Runs a rank's work in a thread. Any error ends the process; the parent then restarts the world or the replica."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -238,7 +244,7 @@ class RankThread:
         threading.Thread(target=self._run, args=(request, work), name=request.role, daemon=True).start()
 
     def fail(self, reason: str, *, start_refused: bool = False) -> None:
-        """Report the reason why this rank can't continue; `start_refused` is WorkResponse's."""
+        """Report to the parent process why this rank can't continue; `start_refused` as in WorkResponse."""
         self.events.put(WorkResponse(failed=reason, start_refused=start_refused))
 
     def _run(self, request: WorkRequest, work: Callable[[WorkRequest, RunConfig], None]) -> None:

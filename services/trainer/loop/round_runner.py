@@ -1,4 +1,4 @@
-"""Execution of a step's rounds on one rank, the same for live and replayed steps."""
+"""Runs a step's rounds of micro-batches on one rank, for live and replayed steps alike."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,11 +38,11 @@ from services.trainer.learner.update import UpdateStats
 logger = logging.getLogger(__name__)
 
 ROLLOUT_LOGPROBS = "rollout_logprobs"
-"""The column that the learner compares with its own log-probs, even if the algorithm doesn't need it."""
+"""Column of the engine's log-probs. The learner compares them with its own, even if the algorithm doesn't need them."""
 
 PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
-"""Prepared columns by group id and sequence index, [tokens] or [tokens, k] without a shared prompt. ROUTED_EXPERTS is
-[tokens with the prompt - 1, layers, top_k]."""
+"""Columns of each sequence, by (group id, sequence index): [tokens] or [tokens, k], without a shared prompt;
+ROUTED_EXPERTS is [tokens with the prompt - 1, layers, top_k]."""
 
 
 class GroupFailed(ValueError):
@@ -57,17 +57,17 @@ class ColumnPass(NamedTuple):
     """Forward passes that compute columns before a step's updates."""
 
     columns: tuple[str, ...]
-    """The columns."""
+    """Names of the columns that the passes compute."""
     compute: Callable[[Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
-    """Function that computes them for micro-batches: [T] each, [T, k], or [T, layers, top_k]."""
+    """Computes these columns of each micro-batch, by name: [T], [T, k] or [T, layers, top_k], T tokens."""
     prompt: str = "prompt_tokens"
-    """The column with the prompt of the micro-batches' sequences."""
+    """Name of the column that holds the prompts for these passes."""
     is_for: Callable[[TrainGroup], bool] = lambda group: True
-    """Function that returns True if the pass computes columns of a group."""
+    """Returns True for groups whose columns these passes compute."""
 
 
 class RoundRunner:
-    """Prepares columns and accumulates gradients, from plans and columns."""
+    """Computes columns with forward passes and accumulates gradients, round by round of a step."""
 
     def __init__(self, learner: Learner, config: RunConfig) -> None:
         self._learner = learner
@@ -75,7 +75,7 @@ class RoundRunner:
         self._temperature = config.rollout.temperature
         self._media = None if learner.media_tokens is None else GroupMediaReader(learner.media_tokens)
         self.columns = stages_for(config)[-1].needs
-        """Columns that the trainer reads."""
+        """Names of the columns that the trainer reads from groups."""
         needs = self._algorithm.needs
         needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss, ROUTED_EXPERTS))
         self._packed_columns = [name for name in needed if name in self.columns]
@@ -83,7 +83,7 @@ class RoundRunner:
         """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
         self.makes_advantages = ADVANTAGES not in self.columns
-        """True if no stage computes the advantages, because they need columns from forward passes."""
+        """True if the trainer computes the advantages, because they need columns from its forward passes."""
         of_advantages = needs.advantages if self.makes_advantages else ()
         if config.trainer.routing_replay == "trainer":
             self._forward.append(ColumnPass((OLD_LOGPROBS, ROUTED_EXPERTS), partial(_routed, learner)))
@@ -106,13 +106,13 @@ class RoundRunner:
             self._forward.append(ColumnPass((VALUES,), partial(_named, VALUES, learner.values)))
         self._candidates = needs.candidates.width if needs.candidates is not None else 0
         self._computed = tuple(dict.fromkeys(name for one in self._forward for name in one.columns))
-        """Columns that the forward passes compute."""
+        """Names of the columns that the forward passes compute."""
         self._prepared = (
             *self._computed,
             *((RETURNS,) if needs.values else ()),
             *((ADVANTAGES,) if needs.values or self.makes_advantages else ()),
         )
-        """Columns of a group that the trainer adds or replaces before a step's updates."""
+        """Names of the columns that the trainer adds or replaces before a step's updates."""
 
     @property
     def prepares(self) -> bool:
@@ -226,7 +226,7 @@ class RoundRunner:
     def train(
         self, plan: StepPlan, groups: Mapping[str, TrainGroup], skipped_updates: Collection[int] | None = None
     ) -> list[UpdateStats]:
-        """Make all updates of a step whose groups have their prepared columns; see `replay`."""
+        """Run all updates of a step on groups with prepared columns; see `replay`."""
         updates = []
         for index, mini_batch in enumerate(plan.updates):
             for number, entry in enumerate(mini_batch.rounds, 1):
@@ -253,7 +253,7 @@ class RoundRunner:
                     )
 
     def advantages(self, group: TrainGroup) -> tuple[NDArray[np.float32], bool]:
-        """Return the advantages of a group that has its other columns, and whether the algorithm filters it.
+        """Return a group's advantages, and True if the algorithm filters the group.
 
         A filtered group's advantages are 0, and it keeps its place in the step. If one of the trainer's log-probs isn't
         finite, as with broken weights, all advantages are NaN, so that the update is skipped.
@@ -269,7 +269,7 @@ class RoundRunner:
         return found.values, False
 
     def _valued(self, group: TrainGroup, *, filtered: bool) -> AdvantagesAndReturns:
-        """Return advantages and returns of a group with values; the critic learns nothing from a filtered group."""
+        """Return a group's advantages and the critic's targets. A filtered group's targets are its values."""
         advantages, values = group.columns[ADVANTAGES], group.columns[VALUES]
         if filtered:
             return AdvantagesAndReturns(advantages, values)
@@ -277,7 +277,7 @@ class RoundRunner:
         return returns_of(self._algorithm, ValuedGroup(advantages, values, mask, lengths))
 
     def recorded(self, group_id: str, file: StepFile) -> TrainGroup:
-        """Return a group of a step file with the columns that were prepared, which needn't be finite."""
+        """Return a group of a step file, with its prepared columns. These aren't checked for NaN."""
         columns = file.groups[group_id]
         if missing := [name for name in self._prepared if name not in columns]:
             raise StepFileError(f"the file of step {file.plan.step} has no column {missing[0]} of group {group_id}")
@@ -313,7 +313,7 @@ class RoundRunner:
                 )
 
     def _missing(self, name: str, tokens: int) -> NDArray[Any]:
-        """Return a column for tokens without computed values."""
+        """Return a placeholder column for tokens that no forward pass has scored: NaN, -1, or no experts."""
         if name == ROUTED_EXPERTS and (routing := self._learner.routing) is not None:
             return np.zeros((0, routing.layers, routing.top_k), np.uint8)
         spec = COLUMNS[name]
@@ -322,7 +322,7 @@ class RoundRunner:
 
 
 def _is_asked(config: RunConfig, role: str, name: str, group: TrainGroup) -> bool:
-    """Return True if the model `name` scores a group."""
+    """Return True if the group's log-probs come from the role's model `name`."""
     return model_of(config, role, group.columns) == name
 
 

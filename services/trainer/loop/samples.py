@@ -1,6 +1,5 @@
-"""Records of a step's samples: a few to show, and files with all samples (telemetry.all_samples), which are written
-beside training.
-"""
+"""Records of a step's samples: a few for display, and files with all samples (telemetry.all_samples), which are written
+beside training."""
 
 import gzip
 import json
@@ -42,19 +41,19 @@ LEVEL = 1
 PATIENCE_SECONDS = 10.0
 """Maximum seconds for which a step waits for the file of the previous step."""
 LINES_TOGETHER = 64
-"""Number of lines to compress in one call."""
+"""Number of samples, one per line, that are compressed in one call."""
 
 
 class SampleFiles:
-    """Writes a file for each step in a thread, and removes old ones.
+    """Writes each step's samples to a file, in a thread, and removes old files.
 
     A step that is trained again replaces its file. If the disk refuses a file or is slow, the step's samples are lost
-    with a warning, and training continues. A trainer that is killed right after a commit may leave that step without
-    a file.
+    with a warning, and training continues. A trainer that is killed right after a commit may leave that step without a
+    file.
     """
 
     def __init__(self, folder: Path, kept_steps: int) -> None:
-        """`folder`: the run's; `kept_steps`: number of newest steps whose files are kept, 0 for all."""
+        """`folder`: the run folder; `kept_steps`: number of newest steps whose files are kept, 0 for all."""
         self._folder = folder
         self._kept_steps = kept_steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
@@ -62,7 +61,7 @@ class SampleFiles:
         self._refused = False
 
     def write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Start writing the samples of a step. They are dropped if the previous step's files take too long."""
+        """Start writing a step's samples. Discard them if the previous step's file isn't written in time."""
         if self.await_written():
             self._writing = self._thread.submit(self._write, step, samples)
         else:
@@ -71,7 +70,7 @@ class SampleFiles:
             )
 
     def await_written(self, seconds: float | None = None) -> bool:
-        """Wait up to `seconds` (default: PATIENCE_SECONDS) for the files. Return True if all are written."""
+        """Wait up to `seconds` (default: PATIENCE_SECONDS) until the last file is written. Return True if it is."""
         if self._writing is not None:
             with waiting("the samples of the step before, to be written", disk=True):
                 wait([self._writing], PATIENCE_SECONDS if seconds is None else seconds)
@@ -154,7 +153,7 @@ def all_samples(groups: Sequence[TrainGroup], step: int, whitening: Whitening | 
 
 
 def _shown(group: TrainGroup, index: int, own: slice, step: int, whitening: Whitening | None) -> dict[str, Any]:
-    """Return a sample's record; `own` is its slice from `TrainGroup.sample_slices`."""
+    """Return a sample's record for display; `own` is the sample's slice of the group's tokens."""
     columns = group.columns
     advantages = columns["advantages"][own]
     if whitening is not None:
@@ -184,7 +183,7 @@ def _shown(group: TrainGroup, index: int, own: slice, step: int, whitening: Whit
 
 
 SHOWN_TOKENS = 1000
-"""Maximum number of tokens of a sample that are shown."""
+"""Maximum number of tokens displayed of a sample."""
 TOKEN_COLUMNS = {
     "ids": "tokens",
     "trained": LOSS_MASK,
@@ -193,13 +192,13 @@ TOKEN_COLUMNS = {
     "advantages": ADVANTAGES,
     "versions": VERSIONS,
 }
-"""Fields of SampleTokens in coordinator.proto, with the columns that they contain."""
+"""Column that each field of SampleTokens (coordinator.proto) shows."""
 DIGITS = 4
-"""Number of significant digits of the numbers in these fields."""
+"""Number of significant digits of the floats in SampleTokens."""
 
 
 def _shown_tokens(group: TrainGroup, own: slice, whitening: Whitening | None) -> dict[str, list[Any]]:
-    """Return the first tokens of a sample. A list of equal numbers, except ids, is reduced to one."""
+    """Return a sample's first tokens, as fields of SampleTokens. A field of equal numbers holds one, except ids."""
     own = slice(own.start, min(own.stop, own.start + SHOWN_TOKENS))
     found = {}
     for name, column in TOKEN_COLUMNS.items():
@@ -218,7 +217,7 @@ def _shown_tokens(group: TrainGroup, own: slice, whitening: Whitening | None) ->
 def _media_of_samples(
     group: TrainGroup, indices: Collection[int], *, previews: bool = False
 ) -> dict[int, dict[str, Any]]:
-    """Return the media to show for a group's samples: the first ones of its prompt and of each conversation."""
+    """Return media records by sample index: the first few of the prompt and of the sample's conversation."""
     found: dict[int, list[MediaRecord]] = {index: list(group.columns.get(PROMPT_MEDIA) or ()) for index in indices}
     # A run without conversations lacks the column. With several players, a sample has several sequences.
     of_sequences = zip(group.columns["sample_of_sequence"], group.columns.get(SEQUENCE_MEDIA) or (), strict=False)
@@ -235,7 +234,7 @@ def _media_of_samples(
 
 
 def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the fields of a sample's record about its conversation."""
+    """Return a sample's messages, number of turns, and environment reward and seconds, as record fields."""
     return {
         "conversation": [shown_message(message) for message in columns[RESPONSE_MESSAGES][index]],
         "turns": int(columns[TURNS][index]),
@@ -245,5 +244,5 @@ def _shown_conversation(columns: Mapping[str, Any], index: int) -> dict[str, Any
 
 
 def trained_versions(group: TrainGroup, own: slice) -> NDArray[np.int64]:
-    """Return the versions of the tokens within `own` with mask 1."""
+    """Return the weight versions that wrote the trained tokens (mask 1) in the slice `own` of a group."""
     return group.columns["versions"][own][group.columns["loss_mask"][own] != 0]

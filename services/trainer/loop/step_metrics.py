@@ -51,7 +51,7 @@ STATISTICS: dict[str, Callable[[NDArray[Any]], Any]] = {
     "max": np.max,
     "std": np.std,
 }
-"""Statistics of reward and response_length, by the last part of the metric's name."""
+"""Statistics of reward and response_length; the key ends the metric's name."""
 REPEATED_CHARACTERS = 10_000
 """Number of characters at an answer's end that are compressed to find repetition."""
 REPEATED_RATIO = 10.0
@@ -61,28 +61,28 @@ MAX_COMPRESSED = 512
 MAX_SOURCES = 32
 """Maximum number of sources with statistics; the samples of all further sources are counted as `other`."""
 NO_NAME = re.compile(r"[^A-Za-z0-9_.\-]+")
-"""Characters of a source that can't be in a metric's name."""
+"""Matches the characters of a source that a metric's name can't have."""
 MAX_NAME = 64
 """Maximum length of a source in a metric's name, in characters."""
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """A step's n samples: an array [n] for each quantity."""
+    """Rewards, lengths, finish reasons, texts and sources of a step's n samples, each an array [n]."""
 
     rewards: NDArray[np.float64]
     lengths: NDArray[np.int32]
-    """Number of response tokens."""
+    """Response tokens per sample."""
     finishes: NDArray[np.str_]
-    """Finish reason of the last sequence."""
+    """Finish reason of each sample's last sequence."""
     texts: NDArray[np.object_]
-    """Text of the last sequence."""
+    """Text of each sample's last sequence."""
     sources: NDArray[np.str_]
-    """`metadata.data_source` of the prompt in the form for metric names; "" if there is none."""
+    """Each prompt's `metadata.data_source`, made fit for metric names; "" if absent."""
 
     @classmethod
     def of(cls, groups: Sequence[TrainGroup]) -> "StepSamples":
-        """Return the samples of groups, at least one."""
+        """Collect the samples of `groups`, which must not be empty."""
         finishes: list[str] = []
         texts: list[str] = []
         sources: list[str] = []
@@ -101,7 +101,7 @@ class StepSamples:
         )
 
     def part(self, chosen: NDArray[np.bool_]) -> "StepSamples":
-        """Return the samples that the mask `chosen`, [n], selects."""
+        """Return the samples where `chosen`, bool [n], is True."""
         return StepSamples(**{name: values[chosen] for name, values in vars(self).items()})
 
 
@@ -111,7 +111,7 @@ MEASURES: dict[str, Callable[[StepSamples], Any]] = {
     "right_share": lambda samples: (samples.rewards >= RIGHT_FROM).mean(),
     "truncated_share": lambda samples: np.isin(samples.finishes, [*TRUNCATED]).mean(),
 }
-"""Measures of a subset of a step's samples, by the last part of the metric's name."""
+"""Measures of a subset of a step's samples; the key ends the metric's name."""
 PARTS: dict[str, tuple[Callable[[StepSamples], dict[str, NDArray[np.bool_]]], tuple[str, ...]]] = {
     "outcome": (
         lambda samples: {"right": samples.rewards >= RIGHT_FROM, "wrong": samples.rewards < RIGHT_FROM},
@@ -123,11 +123,12 @@ PARTS: dict[str, tuple[Callable[[StepSamples], dict[str, NDArray[np.bool_]]], tu
     ),
     "source": (lambda samples: _by_source(samples.sources), tuple(MEASURES)),
 }
-"""Divisions of a step's samples, and the measures of each part, as `<division>/<part>/<measure>`."""
+"""For each division of a step's samples: a function that returns a mask per part, and the measures of each part. The
+metrics are named `<division>/<part>/<measure>`."""
 
 
 def sample_statistics(groups: Sequence[TrainGroup]) -> dict[str, float]:
-    """Return the statistics of the samples of at least one group, by metric name (docs/metrics.md)."""
+    """Return statistics of the samples of `groups`, at least one, by metric name (docs/metrics.md)."""
     samples = StepSamples.of(groups)
     found: dict[str, Any] = {}
     for name, values in (("reward", samples.rewards), ("response_length", samples.lengths)):
@@ -145,7 +146,7 @@ def sample_statistics(groups: Sequence[TrainGroup]) -> dict[str, float]:
 
 
 def repeats(text: str) -> bool:
-    """Return True if the last 10,000 characters of a text compress more than ten times."""
+    """Return True if a text's end repeats itself: zlib shrinks its last 10,000 characters more than tenfold."""
     end = text[-REPEATED_CHARACTERS:].encode(errors="replace")
     return len(end) > REPEATED_RATIO * len(zlib.compress(end, 1))
 
@@ -157,7 +158,7 @@ def _source(prompt: Any) -> str:
 
 
 def _by_source(sources: NDArray[np.str_]) -> dict[str, NDArray[np.bool_]]:
-    """Return a mask of the samples for each of the most frequent sources, and one for all others."""
+    """Return masks of the samples, bool [n], by source. "other" is the mask of all but the most frequent sources."""
     counts = Counter(source for source in sources.tolist() if source)
     parts = {source: sources == source for source, _ in counts.most_common(MAX_SOURCES)}
     if len(counts) > MAX_SOURCES:
@@ -168,7 +169,7 @@ def _by_source(sources: NDArray[np.str_]) -> dict[str, NDArray[np.bool_]]:
 def metrics_of_step(
     plan: StepPlan, groups: Sequence[TrainGroup], updates: Sequence[UpdateStats], learner: Learner
 ) -> dict[str, float]:
-    """Return the metrics of a trained step: of its groups, its updates and its advantages."""
+    """Return the metrics of a trained step's groups, updates and advantages."""
     metrics = group_metrics(groups, plan.step) | step_metrics(updates, plan.epochs)
     if plan.whitening is not None:
         metrics |= {"advantage_mean": plan.whitening.mean, "advantage_std": plan.whitening.deviation}
@@ -176,7 +177,7 @@ def metrics_of_step(
 
 
 def bubble(plan: StepPlan, trainer: TrainerConfig) -> dict[str, float]:
-    """Return the pipeline's bubble over a step's updates; empty without a pipeline."""
+    """Return the idle share of pipeline stages in a step, as a metric; {} without pipeline parallelism."""
     rounds = [entry for mini_batch in plan.mini_batches for entry in mini_batch.rounds]
     stages, chunks = trainer.pipeline_parallel, trainer.pipeline_chunks
     return {"pipeline_bubble_share": bubble_share(rounds, stages, chunks)} if stages > 1 else {}
@@ -209,7 +210,7 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
 
 
 def _parts(groups: Sequence[TrainGroup], column: str) -> dict[str, list[float]]:
-    """Return all samples' values by name, from columns {name: [n values]}, without nulls."""
+    """Collect the samples' values by name, from a column of {name: [n values]} in each group. Nulls are left out."""
     parts: dict[str, list[float]] = {}
     for group in groups:
         for name, values in (group.columns[column] or {}).items():
@@ -218,7 +219,7 @@ def _parts(groups: Sequence[TrainGroup], column: str) -> dict[str, list[float]]:
 
 
 def _conversation_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
-    """Return metrics of conversations with an environment."""
+    """Return the metrics of conversations with an environment: turns, tools, times, rewards, tokens."""
     turns, seconds, outside, rewards, calls, errors = (
         np.concatenate([group.columns[name] for group in groups])
         for name in (TURNS, ENVIRONMENT_SECONDS, OUTSIDE_SECONDS, ENVIRONMENT_REWARD, TOOL_CALLS, TOOL_ERRORS)
@@ -245,7 +246,7 @@ def _conversation_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
 
 
 def _observation_tokens(group: TrainGroup) -> int:
-    """Return the number of tokens, in all sequences, that stand between tokens of the model: the observations."""
+    """Return the number of observation tokens of a group: those between tokens of the model in a sequence."""
     of_model = np.flatnonzero(group.columns[LOSS_MASK])
     places = np.searchsorted(of_model, bounds_of(group.lengths))
     begins, ends = places[:-1], places[1:]
@@ -301,7 +302,7 @@ def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
 
 
 def _critic_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
-    """Return the age of a critic service's values, and the metrics of the newest critic among them."""
+    """Return the staleness of the groups' values, in steps, and the metrics of the newest critic that computed any."""
     states = [group.columns[CRITIC_STATE] for group in groups]
     staleness = step - 1 - np.array([state["step"] for state in states])
     newest = max(states, key=lambda state: int(state["step"]))
@@ -314,7 +315,7 @@ def _critic_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]
 
 
 def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None:
-    """Export histograms of reward, response length and staleness, by sample."""
+    """Export each sample's reward, response length and staleness to OpenTelemetry histograms."""
     if not telemetry.enabled():
         return
     attributes = {"relaxd.run_id": run_id}
@@ -328,7 +329,7 @@ def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None
 
 
 WORK_NAMES = {"rollout": "generate", "reward": "score", TRAIN: "in_step"}
-"""Metric names of stages' work, where they differ from the stage's name."""
+"""Names of stages in metrics of work time, where they differ from the stage's own name."""
 
 
 def group_times(open_step: StepBuilder, ended: int) -> dict[str, float]:
@@ -366,7 +367,7 @@ def group_times(open_step: StepBuilder, ended: int) -> dict[str, float]:
 
 
 def trainer_times(open_step: StepBuilder, step_seconds: float, checkpoint_seconds: float) -> dict[str, float]:
-    """Return the trainer's times in a step, in seconds.
+    """Return the metrics of how the trainer spent a step's time, in seconds.
 
     Args:
         open_step: the step.

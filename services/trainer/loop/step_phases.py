@@ -1,4 +1,4 @@
-"""The open step, and the order of the work on its groups: train while the step fills, or prepare, and train once it is
+"""The open step, and the order of work on its groups: train while the step fills, or prepare, and train once it is
 full.
 
 Rank 0 drives all ranks through it. With one update per step, and no columns to compute beforehand, micro-batches are
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepBuilder:
-    """Collects groups and mini-batches of the open step."""
+    """The open step: its groups, rounds, mini-batches and times."""
 
     def __init__(self, number: int, packer: Packer, carrier: dict[str, str]) -> None:
         """`carrier`: the step's trace context; each group's train span links to it."""
@@ -51,7 +51,7 @@ class StepBuilder:
         self.packer = packer
         self.members: dict[str, DeliveredGroup] = {}
         self.rounds: list[MicroBatchRound] = []
-        """Rounds that were trained while the step filled."""
+        """Rounds of micro-batches trained while the step filled."""
         self.sealed = False
         """True once the last round is trained: the step takes no more groups."""
         self.mini_batches: tuple[MiniBatch, ...] = ()
@@ -61,16 +61,16 @@ class StepBuilder:
         self.waited = 0.0
         """Seconds spent waiting for groups."""
         self.worked = 0.0
-        """Seconds spent in forward and backward, and in the optimizer."""
+        """Seconds of computation: forward and backward passes, and the optimizer."""
         self.held_back = 0.0
         """Seconds that the optimizer waited for a weight broadcast."""
         self.wrote = 0.0
         """Seconds spent writing the step file."""
         self.started = time.monotonic()
         self.started_at: dict[str, int] = {}
-        """Start of each group's part in the step, in microseconds of Unix time."""
+        """Time at which each group joined the step, by group id, in microseconds of Unix time."""
         self.times: dict[str, GroupTimes] = {}
-        """Times in the earlier stages, by group; known when the step closes."""
+        """Times that each group spent in earlier stages, by group id; known when the step closes."""
         self._carrier = carrier
         self._spans: list[Span] = []
 
@@ -80,11 +80,11 @@ class StepBuilder:
         return {group_id: taken.group for group_id, taken in self.members.items()}
 
     def deliveries_of(self, entry: MicroBatchRound) -> tuple[Delivery, ...]:
-        """Return the deliveries of a round's groups."""
+        """Return the board's deliveries of the groups in a round, sorted by group id."""
         return tuple(self.members[group_id].delivery for group_id in sorted(entry.group_ids))
 
     def trace_ids(self) -> dict[str, dict[str, str]]:
-        """Return the trace ids of each group and of the step, as fields of TrainedSample; "" for untraced ones."""
+        """Return each group's trace_id and step_trace_id, by group id; "" where nothing is traced."""
         step = telemetry.trace_id(self._carrier)
         return {
             group_id: {"trace_id": telemetry.trace_id(taken.delivery.trace), "step_trace_id": step}
@@ -92,7 +92,7 @@ class StepBuilder:
         }
 
     def add(self, chosen: Sequence[DeliveredGroup]) -> None:
-        """Add groups to the step."""
+        """Add delivered groups to the step, pack their tokens, and open their train spans."""
         now = microseconds()
         for taken in chosen:
             self.members[taken.group.group_id] = taken
@@ -111,7 +111,7 @@ class StepBuilder:
             )
 
     def plan(self, config: RunConfig, term: int, reference: str = "") -> StepPlan:
-        """Return the plan. Call it once the mini-batches are known.
+        """Return the step's plan, for its record. The mini-batches must be set.
 
         Args:
             config: the run's configuration.
@@ -131,19 +131,19 @@ class StepBuilder:
         )
 
     def end_spans(self, ended: int | None = None) -> None:
-        """End the groups' spans, at `ended` (microseconds of Unix time) or now."""
+        """End the groups' train spans, at `ended` (microseconds of Unix time) or now."""
         for span in self._spans:
             span.end(None if ended is None else ended * 1000)
         self._spans.clear()
 
 
 BUNDLE_BYTES = 64 * 2**20
-"""Maximum bytes of groups that one command assembles, so that neither memory nor the ranks' waits for each other grow
+"""Maximum bytes of groups in one `assemble` command, so that neither memory nor the ranks' waits for each other grow
 with the step."""
 
 
 class StepPhases(ABC):
-    """The order of work in a step."""
+    """Base class of the two orders in which a step's work is done."""
 
     def __init__(self, config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> None:
         self._config = config
@@ -168,19 +168,19 @@ class StepPhases(ABC):
 
     @abstractmethod
     def close(self, open_step: StepBuilder) -> bool:
-        """Set the mini-batches of the full step. Return True if all ranks have their groups.
+        """Divide the full step into mini-batches. Return True if all ranks have their groups.
 
-        Otherwise some groups were closed: by others meanwhile, or by this call because they can't be trained on. It may
-        be called again.
+        False means that groups were closed: by others, or here because they can't be trained on. This method may be
+        called again.
         """
 
     @abstractmethod
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
-        """Return the rounds still to be trained before an update."""
+        """Return the rounds of micro-batches that must still run before an optimizer update."""
 
 
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
-    """Return the order of work in a run's steps."""
+    """Return a run's order of work: train while a step fills if it has one update and nothing to compute first."""
     needs = algorithm.needs
     waits = needs.whitened or needs.values or rank.runner.prepares or rank.runner.makes_advantages
     at_once = config.trainer.updates_per_step == 1 and not waits
@@ -188,7 +188,7 @@ def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> S
 
 
 class TrainedWhileFilling(StepPhases):
-    """Accumulates gradients as micro-batches come: for a step with one update."""
+    """Order of work for steps of one update: accumulate gradients while the step fills."""
 
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
         """Run a round's forward and backward passes. The last round starts the reduction: no round may follow."""
@@ -198,27 +198,27 @@ class TrainedWhileFilling(StepPhases):
         open_step.sealed = last
 
     def close(self, open_step: StepBuilder) -> bool:
-        """Make one mini-batch of all rounds."""
+        """Make one mini-batch of all rounds. Always return True."""
         self._rank.groups = open_step.groups
         open_step.mini_batches = (mini_batch(open_step.groups.values(), open_step.rounds, self._algorithm),)
         return True
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
-        """Return no rounds: all have run already."""
+        """Return (): all rounds ran while the step filled."""
         return ()
 
 
 class PreparedThenTrained(StepPhases):
-    """Columns are prepared while the step fills, then come the updates: epochs times mini-batches."""
+    """Order of work for all other steps: compute columns while the step fills, then train epochs × mini-batches."""
 
     def take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
-        """Run the forward passes."""
+        """Compute the columns of a round with forward passes, if any are needed."""
         self._rank.groups = open_step.groups
         if self._rank.runner.prepares:
             self._rank.run(prepare, entry, open_step.deliveries_of(entry))
 
     def close(self, open_step: StepBuilder) -> bool:
-        """Measure the advantages; divide groups into mini-batches; send them with prepared columns to their ranks."""
+        """Add computed columns to the groups, divide these into mini-batches, send each to the ranks that train it."""
         groups, count = list(open_step.groups.values()), self._config.trainer.mini_batches
         # The other ranks don't wait in a collective: with many tokens this may take longer than its deadline.
         with self._rank.rank0_only(f"dividing step {open_step.number} into mini-batches") as progress:
@@ -240,13 +240,13 @@ class PreparedThenTrained(StepPhases):
         return not failed and self._assemble(open_step, groups, prepared)
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
-        """Return all rounds of an update."""
+        """Return all rounds of the update's mini-batch."""
         return update.rounds
 
     def _prepared(
         self, groups: Sequence[TrainGroup], progress: Progress
     ) -> tuple[dict[str, dict[str, NDArray[Any]]], dict[str, GroupFailed]]:
-        """Return groups' prepared columns by id, and the fault of each group that can't be trained on."""
+        """Return prepared columns by group id, and the error of each group that can't be trained on."""
         prepared: dict[str, dict[str, NDArray[Any]]] = {}
         failed: dict[str, GroupFailed] = {}
         for group in groups:
@@ -265,7 +265,7 @@ class PreparedThenTrained(StepPhases):
         groups: Sequence[TrainGroup],
         columns: Mapping[str, Mapping[str, NDArray[Any]]],
     ) -> bool:
-        """Send the groups with their prepared columns to their ranks. Return True if all ranks have their groups."""
+        """Send each group, with its prepared columns, to the ranks that train it. Return True if none is missing."""
         dp_ranks, done = dp_ranks_of_groups(open_step.mini_batches), 0
         for bundle in bundles(groups, BUNDLE_BYTES):
             ids = [group.group_id for group in bundle]

@@ -17,20 +17,20 @@ from services.trainer.megatron.rank_messages import message
 logger = logging.getLogger(__name__)
 
 MEMORY_EVENTS = 200_000
-"""Maximum number of recent allocations that a rank records; a few hundred bytes each."""
+"""Maximum number of recent allocations in a memory recording; each takes a few hundred bytes."""
 
 
 @message
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """The options of a recording."""
+    """Options of a profile: recorded ranks, Python stacks, memory snapshots."""
 
     ranks: tuple[int, ...]
     stacks: bool = False
     memory: bool = False
 
     def files(self, run_folder: Path, step: int) -> Iterable[Path]:
-        """Yield the files of a step."""
+        """Yield the paths of the trace and memory files that recording a step writes."""
         for rank in self.ranks:
             yield trace_path(run_folder, step, rank)
             if self.memory:
@@ -38,12 +38,12 @@ class ProfileOptions:
 
 
 def trace_path(run_folder: Path, step: int, rank: int) -> Path:
-    """Return the file with a rank's trace of a step."""
+    """Return the path of a rank's trace of a step."""
     return run_folder / PROFILES / f"trainer-step-{step:06d}-rank{rank}.json.gz"
 
 
 def memory_path(run_folder: Path, moment: str, rank: int) -> Path:
-    """Return the file with a snapshot of a rank's GPU memory."""
+    """Return the path of a rank's GPU memory snapshot."""
     return run_folder / PROFILES / f"trainer-{moment}-rank{rank}-memory.pickle"
 
 
@@ -51,20 +51,20 @@ class ProfilePlan:
     """Rank 0's plan of steps to record: those in the configuration, and those requested by calls."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Plan the steps in the configuration."""
+        """Plan to record the steps in trainer.profile."""
         profile = config.trainer.profile
         options = ProfileOptions(ranks=profile.ranks, stacks=profile.stacks, memory=profile.memory)
         self._last = config.run.steps
         self._lock = threading.Lock()
         self._begun: int | None = None
-        """The last step that began; None before the first since the ranks started."""
+        """Number of the newest step begun since the ranks started; None before the first."""
         self._planned = dict.fromkeys(profile.steps, options)
 
     def request(self, steps: int, options: ProfileOptions) -> range:
-        """Plan the next `steps` steps to begin, and return them. Any thread may call this.
+        """Plan to record the next `steps` steps, and return their numbers. Any thread may call this.
 
-        Raises FailedPrecondition: fewer steps are left, or one of them is already planned. Unavailable: the ranks
-        replay steps, and the next one isn't known yet.
+        Raises FailedPrecondition: fewer steps are left, or one is already planned. Unavailable: the ranks replay steps,
+        and the next one isn't known yet.
         """
         with self._lock:
             if self._begun is None:
@@ -82,7 +82,7 @@ class ProfilePlan:
             return asked
 
     def begin(self, step: int) -> ProfileOptions | None:
-        """Return the options for recording a step that begins; None if it isn't recorded, or already is."""
+        """Begin a step. Return its recording options, or None if it isn't planned or was begun before."""
         with self._lock:
             self._begun = step
             return self._planned.pop(step, None)
@@ -90,19 +90,19 @@ class ProfilePlan:
 
 @dataclass
 class StepProfiler:
-    """The recording of one rank, by its training thread."""
+    """Profiles steps on one rank. Used by the rank's training thread."""
 
     rank: int
     run_folder: Path
     keeps_memory: bool
-    """True if the rank records its allocations all the time."""
+    """True if the rank records memory allocations in all steps."""
     recorder: TraceRecorder | None = None
     step: int = 0
     memory: bool = False
     """True if a memory snapshot is written after the step."""
 
     def begin(self, step: int, options: ProfileOptions) -> None:
-        """Start recording a step, if the options name this rank."""
+        """Start recording a step if the options name this rank."""
         if self.rank not in options.ranks:
             return
         self.step, self.memory = step, options.memory and torch.cuda.is_available()
@@ -111,7 +111,7 @@ class StepProfiler:
         self.recorder = TraceRecorder(stacks=options.stacks)
 
     def end(self) -> None:
-        """Write the files, if the step was recorded here."""
+        """Write the trace, and the memory snapshot if requested, if this rank recorded the step."""
         recorder, self.recorder = self.recorder, None
         if recorder is None:
             return
@@ -123,7 +123,7 @@ class StepProfiler:
 
 
 def step_profiler(config: RunConfig, rank: int, run_folder: Path) -> StepProfiler:
-    """Return a rank's profiler. With trainer.profile.memory the rank records allocations from now on, and writes a
+    """Return a rank's step profiler. With trainer.profile.memory, the rank records allocations from now on and writes a
     snapshot when memory runs out. Call this before the rank allocates memory."""
     profile = config.trainer.profile
     keeps = profile.memory and rank in profile.ranks

@@ -1,6 +1,5 @@
 """Other threads' requests to rank 0's training thread, which serves them between two rounds of micro-batches. In a
-colocated run, some request sleep and wake-up: the trainer's state moves to the host's memory and back.
-"""
+colocated run, some requests are for sleep and wake-up: the trainer's state moves to the host's memory and back."""
 
 import queue
 import threading
@@ -19,11 +18,11 @@ from services.trainer.megatron.disk_work import DiskRefused
 
 T = TypeVar("T")
 Server = TypeVar("Server")
-"""Type of the training object on which actions run."""
+"""Type of the object that the training thread passes to each action."""
 
 
 class RequestQueue(Generic[Server]):
-    """Actions for the training thread, in the order in which they were requested."""
+    """First-in, first-out queue of actions that other threads ask the training thread to run."""
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[tuple[Callable[[Server], Any], Future[Any]]] = queue.SimpleQueue()
@@ -63,7 +62,7 @@ class RequestQueue(Generic[Server]):
 
 
 def result_of(answer: "Future[T]", seconds: float) -> T:
-    """Wait up to `seconds` for an answer of the training thread.
+    """Wait up to `seconds` until the training thread has run an action. Return the action's result.
 
     Raises:
         DeadlineExceeded: no answer came in time.
@@ -82,7 +81,7 @@ def result_of(answer: "Future[T]", seconds: float) -> T:
 
 
 class Controls(Generic[Server]):
-    """Other threads' requests to the training thread."""
+    """What other threads want of the training thread: pause, drain, sleep, or run an action."""
 
     def __init__(self) -> None:
         self.paused = threading.Event()
@@ -95,7 +94,7 @@ class Controls(Generic[Server]):
 
 
 class SleepController:
-    """Rank 0's control of sleep and wake-up on all ranks. Used by the training thread only."""
+    """Moves the training state of all ranks between devices and host. Used by rank 0's training thread only."""
 
     def __init__(self, rank: TrainingRank, weights: WeightReadLock) -> None:
         self._rank = rank
@@ -105,7 +104,7 @@ class SleepController:
         self._asleep_since = 0.0
 
     def sleep(self) -> MemoryChange:
-        """Move the state to the host's memory once no broadcast reads it. Later broadcasts are refused."""
+        """Move the training state to the host's memory, once no broadcast reads it. Refuse later broadcasts."""
         if self.asleep:
             return self._no_change()
         started = time.monotonic()
@@ -115,7 +114,7 @@ class SleepController:
         return MemoryChange(before_bytes=before, after_bytes=after, seconds=time.monotonic() - started)
 
     def wake(self, metrics: Mapping[str, float]) -> MemoryChange:
-        """Move the state back to the devices and add `metrics` to the next step's."""
+        """Move the training state back to the devices. Add `metrics` to the next step's metrics."""
         for name, value in metrics.items():
             if name.endswith("_seconds"):  # there may be several sleeps before a step
                 self._add(name, value)
@@ -133,7 +132,7 @@ class SleepController:
         return MemoryChange(before_bytes=before, after_bytes=after, seconds=ended - started)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return and reset the metrics since the last step: seconds of sleeps and wake-ups, and freed memory."""
+        """Return and reset the metrics of sleeps and wake-ups since the last step: seconds and freed memory."""
         metrics, self._metrics = self._metrics, {}
         if metrics:
             metrics["switch_seconds"] = sum(

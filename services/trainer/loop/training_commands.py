@@ -1,4 +1,4 @@
-"""Training commands, which the ranks call together."""
+"""Training commands, which rank 0 calls on all ranks."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -27,27 +27,27 @@ message(Delivery)
 message(Whitening)
 
 LOADED_TOGETHER = 8
-"""Maximum number of groups in one call to Redis, which holds the answer in memory until it is sent."""
+"""Maximum number of groups read in one call. Redis holds the whole answer in memory."""
 
 
 @dataclass
 class TrainingRank(CommandedRank):
-    """The state of a rank that trains the policy."""
+    """State of a rank that trains the policy: learner, channels, and groups of the open step."""
 
     learner: Learner
     """Model and optimizer."""
     runner: RoundRunner
     """Runs rounds on the learner."""
     sharing: ModelParallelChannel
-    """The channel to the ranks that work on the same groups."""
+    """Channel to the ranks of the same data-parallel index, which work on the same groups."""
     profiler: StepProfiler
-    """Records steps of this rank."""
+    """Profiler of this rank's steps."""
     groups: dict[str, TrainGroup] = field(default_factory=dict)
     """Groups of the open step by id: all on rank 0; on other ranks, the groups that their micro-batches need."""
     shared: set[str] = field(default_factory=set)
-    """Groups held by all ranks of this data-parallel index, the same on each of them."""
+    """Ids of the groups that all ranks of this data-parallel index hold."""
     prepared: PreparedColumns = field(default_factory=dict)
-    """Rank 0: columns of the open step that forward passes on any rank have computed."""
+    """On rank 0: columns of the open step, computed by forward passes on all ranks."""
 
     def load_missing(self, needed: set[str], deliveries: Collection[Delivery]) -> None:
         """Load the needed groups that aren't in `groups` yet, except groups that were closed meanwhile.
@@ -68,7 +68,7 @@ class TrainingRank(CommandedRank):
                 self.shared.add(group_id)
 
     def _columns(self, deliveries: Sequence[Delivery], deadline: float) -> dict[str, Mapping[str, Any]]:
-        """Return the columns of groups by id, without groups that were closed."""
+        """Return columns by group id, from memory or the board. Closed groups are left out."""
         found = {one.group_id: self.groups[one.group_id].columns for one in deliveries if one.group_id in self.groups}
         names, absent = self.board.needs(TRAIN), [one for one in deliveries if one.group_id not in found]
         for delivery, columns in zip(absent, self._load(absent, names, deadline), strict=True):
@@ -79,7 +79,7 @@ class TrainingRank(CommandedRank):
     def _load(
         self, deliveries: Sequence[Delivery], names: Sequence[str], deadline: float
     ) -> list[dict[str, Column] | None]:
-        """Load columns from the board; retry until `deadline` while the board is unavailable."""
+        """Load groups' columns from the board. Retry until `deadline` while the board is unavailable."""
         while True:
             try:
                 return self.board.load(deliveries, names)
@@ -89,7 +89,7 @@ class TrainingRank(CommandedRank):
                 time.sleep(TICK_SECONDS)  # brief: half of the ranks' timeout
 
     def forget_step(self) -> None:
-        """Forget the open step's groups."""
+        """Remove the open step's groups and prepared columns from memory."""
         self.groups.clear()
         self.shared.clear()
         self.prepared.clear()
@@ -104,7 +104,7 @@ def train_round(
     *,
     last: bool = False,
 ) -> None:
-    """Get this rank's missing groups, and run forward and backward of a round.
+    """Load the groups that this rank lacks; run a round's forward and backward passes.
 
     Args:
         rank: this rank.
@@ -119,7 +119,7 @@ def train_round(
 
 @command
 def prepare(rank: TrainingRank, entry: MicroBatchRound, deliveries: Collection[Delivery]) -> None:
-    """Compute columns of a round's groups by forward passes, before the step's first update. Pass them to rank 0."""
+    """Compute columns of a round's groups by forward passes; gather the columns on rank 0."""
     rank.load_missing(rank.runner.own_groups(entry), deliveries)
     own = rank.runner.prepare(entry, rank.groups)
     # Gather one micro-batch at a time: the columns of a whole round may take gigabytes.
@@ -135,9 +135,9 @@ def assemble(
     columns: Mapping[str, Mapping[str, NDArray[Any]]],
     dp_ranks: Mapping[str, frozenset[int]],
 ) -> bool:
-    """Bring some of a step's groups, with their prepared columns, to the ranks that train on them.
+    """Bring some of a step's groups, with prepared columns, to the ranks that train on these groups.
 
-    Once all groups of a step are assembled, no update depends on the board. Repeating it does no harm.
+    Once all groups of a step are assembled, no update depends on the board. The command may be repeated.
 
     Args:
         rank: this rank.
@@ -162,19 +162,19 @@ def assemble(
 
 @command
 def update(rank: TrainingRank, normalizer: float) -> UpdateStats:
-    """Update the weights; `normalizer` divides the summed loss of the accumulated micro-batches."""
+    """Run the optimizer. `normalizer` divides the summed loss of the accumulated micro-batches."""
     return rank.learner.update(normalizer)
 
 
 @command
 def keep_weights(rank: TrainingRank) -> None:
-    """Until the step ends, have broadcasts send a copy of the current weights."""
+    """Copy the current weights. Broadcasts send this copy until the step ends."""
     rank.learner.keep_weights()
 
 
 @command
 def end_step(rank: TrainingRank, refreshed: Collection[str] = ()) -> int:
-    """End a step whose updates are done, and forget its groups. Return the checksum of the new weights.
+    """End a step after its updates, and forget its groups. Return the checksum of the new weights.
 
     `refreshed`: `StepPlan.refreshed`.
     """
@@ -185,14 +185,14 @@ def end_step(rank: TrainingRank, refreshed: Collection[str] = ()) -> int:
 
 @command
 def discard(rank: TrainingRank) -> None:
-    """Drop the open step's gradients and groups."""
+    """Discard the open step: its gradients and its groups in memory."""
     rank.learner.discard()
     rank.forget_step()
 
 
 @command
 def replay(rank: TrainingRank, step: int, plan: Mapping[str, Any]) -> tuple[list[UpdateStats], int]:
-    """Repeat a committed step from its file.
+    """Train a committed step again from its step file.
 
     `plan`: the step's plan in the ledger. Return the statistics of the step's updates and the checksum of the new
     weights. Raises StepFileError.
@@ -204,7 +204,7 @@ def replay(rank: TrainingRank, step: int, plan: Mapping[str, Any]) -> tuple[list
 
 @command
 def export(rank: TrainingRank, folder: Path) -> int | DiskRefused:
-    """Write the weights as a Hugging Face folder.
+    """Write the weights to a folder in Hugging Face's format.
 
     Return the version of the weights, or the reason why they can't be written.
     """
@@ -217,20 +217,20 @@ def export(rank: TrainingRank, folder: Path) -> int | DiskRefused:
 
 @command
 def offload_state(rank: TrainingRank, *, to_host: bool) -> tuple[int, int]:
-    """Move the state from the devices to the host's memory, or back. Return the bytes in use on all devices before and
-    after."""
+    """Move the training state from the devices to the host's memory, or back. Return the bytes in use on all devices
+    before and after."""
     before, after = rank.learner.offload() if to_host else rank.learner.onload()
     return rank.channel.sum_over_ranks(before), rank.channel.sum_over_ranks(after)
 
 
 @command
 def begin_profile(rank: TrainingRank, step: int, options: ProfileOptions) -> None:
-    """Start recording a step, if the options name this rank."""
+    """Start profiling a step on the ranks that the options name."""
     rank.profiler.begin(step, options)
 
 
 @command
 def end_profile(rank: TrainingRank) -> None:
-    """End the recording of a step: write this rank's files while the other ranks wait."""
+    """Stop profiling a step, and write each rank's files. All ranks wait for the last."""
     with rank.channel.disk.all_ranks("writing profiles"):
         rank.profiler.end()

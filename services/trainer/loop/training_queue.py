@@ -56,12 +56,12 @@ from services.trainer.batch.groups import MalformedGroup, RoutingShape, TrainGro
 
 @dataclass(frozen=True)
 class DeliveredGroup:
-    """A group that the trainer holds."""
+    """A group that the trainer has taken from the board and holds for a step."""
 
     delivery: Delivery
-    """Delivery of the group."""
+    """The board's delivery of the group to this trainer."""
     group: TrainGroup
-    """Columns of the group."""
+    """The group's columns, after validation."""
     arrival: int
     """Number of the group in the order of arrival."""
     oldest_version: int | None = None
@@ -69,27 +69,27 @@ class DeliveredGroup:
 
     @property
     def critic_step(self) -> int:
-        """Last training step of the critic that computed the values, in a run with a critic service."""
+        """Last step that trained the critic that computed the group's values; for runs with a critic service."""
         return int(self.group.columns[CRITIC_STATE]["step"])
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Groups chosen for a step."""
+    """Groups that a step takes, and whether the step may then close."""
 
     chosen: list[DeliveredGroup]
     """Groups that the step takes now."""
     may_close: bool
-    """True if the step is then complete and need not wait for more."""
+    """True if the step is complete with these groups and need not wait for others."""
 
 
 def oldest_allowed(step: int, max_staleness: int) -> int:
-    """Return the oldest version whose tokens a step may train on."""
+    """Return the oldest weight version whose tokens a step may train on."""
     return step - 1 - max_staleness
 
 
 def due_groups(step: int, max_staleness: int, open_versions: Mapping[str, int]) -> set[str]:
-    """Return the ids of open groups that would be too old at the next step.
+    """Return the ids of open groups whose tokens would be too old for the step after `step`.
 
     Args:
         step: the step that is being filled.
@@ -133,7 +133,7 @@ class GroupRefusals:
     def __init__(
         self, config: RunConfig, algorithm: Algorithm, vocab_sizes: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Prepare for a run.
+        """Create the checks for a run's groups.
 
         Args:
             config: the run's configuration.
@@ -151,7 +151,7 @@ class GroupRefusals:
         self._filter = GroupFilter(own) if own and self._filters else None
 
     def refusal(self, group: TrainGroup) -> Drop | None:
-        """Return the reason why a group is dropped; None if it may be trained on."""
+        """Return the reason for which a group must be dropped, or None if a step may train on it."""
         columns, lengths = group.columns, group.sample_lengths
         largest = int(columns["tokens"].max(initial=0))
         for role, size in self._vocab_sizes.items():
@@ -174,17 +174,18 @@ class GroupRefusals:
 
 
 class ReceiptCheck:
-    """Compares the receipts of groups with the digests of sent weights.
+    """Checks that the receipts of groups name weights that were really sent, by digest.
 
     The board keeps the digests of versions that a step may still train on.
     """
 
     def __init__(self, sent_weights: Callable[[], Mapping[int, Sequence[str]]], *, may_be_unknown: bool) -> None:
-        """`sent_weights`: Board.sent_weights; `may_be_unknown`: whether the run's engines compute no checksums."""
+        """`sent_weights`: Board.sent_weights; `may_be_unknown`: True if receipts may lack a digest, because the run's
+        engines compute no checksums."""
         self._sent_weights = sent_weights
         self._may_be_unknown = may_be_unknown
         self._sent: Mapping[int, Sequence[str]] = {}
-        """The last answer of `sent_weights`, which lacks the versions sent since then."""
+        """Cached answer of `sent_weights`. Versions sent since the call are missing."""
 
     def problem(self, group: TrainGroup, oldest: int) -> str:
         """Return a description of the first receipt that is missing or names weights that were never sent; "" if none.
@@ -234,11 +235,11 @@ def written_by(group: TrainGroup) -> set[tuple[int, int]]:
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS_PER_READ = 64
-"""Maximum number of groups in one read."""
+"""Maximum number of groups that the trainer reads from the board in one call."""
 
 
 class TrainingQueue:
-    """The groups that the trainer holds. A thread renews their leases."""
+    """Takes groups from the board and holds them until a step trains them. A thread renews their leases."""
 
     def __init__(
         self,
@@ -290,11 +291,11 @@ class TrainingQueue:
 
     @property
     def held(self) -> int:
-        """Number of held groups."""
+        """Number of groups that the trainer holds."""
         return len(self._held)
 
     def take(self, step: int, block_seconds: float) -> bool:
-        """Take waiting groups for a step, or wait up to `block_seconds` for the first. Returns whether there were any.
+        """Take waiting groups from the board, or wait up to `block_seconds` for the first. Return True if any came.
 
         Groups that can't be trained on are dropped.
         """
@@ -385,18 +386,21 @@ class TrainingQueue:
         return Selection(chosen, may_close(everyone, due, self._config.trainer.groups_per_step))
 
     def take_redone(self, role: str) -> int:
-        """Return and reset the number of groups that went back to a role: the critic or the reference."""
+        """Return and reset the number of groups sent back to a role (critic or reference) to be scored anew."""
         return self._redone.pop(role, 0)
 
     def lost(self, members: Collection[str]) -> list[str]:
-        """Return the step's groups that the board no longer counts as held; with any, the step can't be committed."""
+        """Return the ids of the step's groups that this trainer no longer holds on the board.
+
+        A step with such groups can't be committed.
+        """
         with self._lock:
             deliveries = [taken.delivery for group_id, taken in self._held.items() if group_id in members]
         held = self._board.renew(TRAIN, self._consumer, deliveries)
         return [group_id for group_id in members if group_id not in held]
 
     def forget(self, group_ids: Collection[str]) -> None:
-        """Forget groups that were trained or dropped."""
+        """Stop holding groups that were trained or dropped."""
         with self._lock:
             for group_id in group_ids:
                 self._held.pop(group_id, None)
@@ -410,7 +414,7 @@ class TrainingQueue:
             self._board.nack(TRAIN, self._consumer, deliveries)
 
     def close(self) -> None:
-        """Stop renewing leases."""
+        """Stop the thread that renews the groups' leases."""
         self._stopped.set()
         self._renewer.join(timeout=10.0)
 
@@ -447,7 +451,7 @@ class TrainingQueue:
             self._forget_deliveries([delivery for delivery in deliveries if delivery.group_id not in still_held])
 
     def _forget_deliveries(self, deliveries: Collection[Delivery]) -> None:
-        """Forget the groups held by these deliveries, except those that have since been delivered again."""
+        """Stop holding the groups of these deliveries. Keep a group that has been delivered again since."""
         with self._lock:
             for delivery in deliveries:
                 held = self._held.get(delivery.group_id)

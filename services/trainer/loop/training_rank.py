@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
-    """Handlers and training thread of a rank. The parent has validated the requests."""
+    """RPC handlers and training thread of a rank. The parent has validated the requests."""
 
     def __init__(self) -> None:
         self._thread = RankThread()
@@ -55,7 +55,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         self._run_folder = Path()
 
     async def Work(self, request: rank_pb.WorkRequest, context: Any) -> AsyncIterator[rank_pb.WorkResponse]:
-        """Start the training thread and stream its events."""
+        """Start the training thread. Stream its events, such as progress and new versions, to the parent."""
         if request.paused:
             self._controls.paused.set()
         self._thread.start(request, self._train)
@@ -63,30 +63,30 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             yield event
 
     def SetPaused(self, request: rank_pb.SetPausedRequest, context: Any) -> rank_pb.SetPausedResponse:
-        """Pause or resume."""
+        """Pause or resume training."""
         (self._controls.paused.set if request.paused else self._controls.paused.clear)()
         return rank_pb.SetPausedResponse()
 
     def HandBackGroups(self, request: rank_pb.HandBackGroupsRequest, context: Any) -> rank_pb.HandBackGroupsResponse:
-        """Have the training thread hand back its groups."""
+        """Ask the training thread to hand back its groups. Wait until it has, or `seconds` have passed."""
         self._controls.draining.set()
         done = self._controls.drained.wait(request.seconds)
         telemetry.flush()  # the end of a run kills the ranks right after
         return rank_pb.HandBackGroupsResponse(done=done)
 
     def HoldWeights(self, request: rank_pb.HoldWeightsRequest, context: Any) -> rank_pb.HoldWeightsResponse:
-        """Hold the weights; see `WeightReadLock.acquire`."""
+        """Lock the weights against changes while they are broadcast; see `WeightReadLock.acquire`."""
         hold = self._read_lock().acquire(request.weights.term, request.weights.version, request.seconds)
         return rank_pb.HoldWeightsResponse(hold=hold)
 
     def ReleaseWeights(self, request: rank_pb.ReleaseWeightsRequest, context: Any) -> rank_pb.ReleaseWeightsResponse:
-        """Release the weights."""
+        """Release a lock on the weights that HoldWeights acquired."""
         return rank_pb.ReleaseWeightsResponse(in_time=self._read_lock().release(request.hold))
 
     def JoinWeightGroup(
         self, request: pb.TrainerJoinWeightGroupRequest, context: Any
     ) -> pb.TrainerJoinWeightGroupResponse:
-        """Connect this rank to the engines."""
+        """Connect this rank to the engines in a weight group."""
         with _group_errors():
             self._loaded_broadcaster().join(Rendezvous.from_proto(request.group), request.group.timeout_seconds)
         return pb.TrainerJoinWeightGroupResponse()
@@ -94,7 +94,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     def LeaveWeightGroup(
         self, request: pb.TrainerLeaveWeightGroupRequest, context: Any
     ) -> pb.TrainerLeaveWeightGroupResponse:
-        """Abort and forget a group."""
+        """Abort a weight group, even during a broadcast, and leave it."""
         self._loaded_broadcaster().leave(request.group_name)
         return pb.TrainerLeaveWeightGroupResponse()
 
@@ -102,14 +102,14 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     def BroadcastVersions(
         self, request: rank_pb.BroadcastVersionsRequest, context: Any
     ) -> rank_pb.BroadcastVersionsResponse:
-        """Take part in a broadcast. A single rank holds its weights itself, which saves two calls."""
+        """Take part in a weight broadcast. A single rank holds its weights itself, which saves two calls."""
         asked = request.broadcast
         with _group_errors(), self._held(asked) if self._thread.alone else nullcontext():
             sent = self._loaded_broadcaster().broadcast(asked.group_name, asked.timeout_seconds, asked.checksum)
         return rank_pb.BroadcastVersionsResponse(sent=sent)
 
     def ExportHuggingFace(self, request: pb.ExportHuggingFaceRequest, context: Any) -> pb.ExportHuggingFaceResponse:
-        """Have the ranks write the weights, to an absolute path."""
+        """Export the model on all ranks to an absolute path, in Hugging Face's format."""
         folder = Path(request.folder)
         version = self._controls.requests.ask(
             lambda training: training.rank.run(export, folder), context.time_remaining()
@@ -126,7 +126,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     def SaveCheckpoint(
         self, request: pb.TrainerSaveCheckpointRequest, context: Any
     ) -> pb.TrainerSaveCheckpointResponse:
-        """Have the ranks take a checkpoint."""
+        """Request a checkpoint from the training thread, and wait until it is written."""
         saved = self._controls.requests.ask(
             lambda training: training.checkpoints.request(rotate=request.rotate), context.time_remaining()
         )
@@ -134,7 +134,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         return pb.TrainerSaveCheckpointResponse(path=path, weights=self._weight_version(step))
 
     def Profile(self, request: pb.TrainerProfileRequest, context: Any) -> pb.TrainerProfileResponse:
-        """Plan the recording of steps."""
+        """Plan to profile the next steps. Answer with the first step and the paths of the profiles."""
         if self._profiles is None:
             raise Unavailable("the trainer has no weights yet")
         if request.memory and not torch.cuda.is_available():
@@ -145,12 +145,12 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         return pb.TrainerProfileResponse(first_step=steps[0], paths=paths)
 
     def Sleep(self, request: pb.TrainerSleepRequest, context: Any) -> pb.TrainerSleepResponse:
-        """Have the ranks sleep."""
+        """Move the training state of all ranks to the host's memory."""
         sleep = self._controls.sleep_requests.ask(lambda training: training.sleeping.sleep(), context.time_remaining())
         return pb.TrainerSleepResponse(memory=sleep)
 
     def Wake(self, request: pb.TrainerWakeRequest, context: Any) -> pb.TrainerWakeResponse:
-        """Have the ranks wake up."""
+        """Move the training state of all ranks back to the devices."""
         wake = self._controls.sleep_requests.ask(
             lambda training: training.sleeping.wake(request.metrics), context.time_remaining()
         )
@@ -211,21 +211,21 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         ).run()
 
     def serve(self) -> None:
-        """Answer calls until the service ends."""
+        """Serve the parent's RPCs until the trainer service ends."""
         ChildServer(
             (trainer_pb2_grpc.add_TrainerServicer_to_server, self),
             (rank_pb2_grpc.add_RankServicer_to_server, self),
         ).serve()
 
     def _load(self, config: RunConfig) -> tuple[Learner, list[TensorBucket], WeightBroadcaster]:
-        """Load the model. Return the learner, the buckets of a broadcast, and this rank's broadcaster."""
+        """Load the model. Return the learner, the buckets of weight broadcasts, and this rank's broadcaster."""
         learner = Learner.of_run(config, self._report_loading if self._thread.number == 0 else None)
         weights = config.weights
         buckets = weight_buckets(learner, weights.bucket_bytes, first_alone=weights.transport == "nccl")
         return learner, buckets, WeightBroadcaster(learner, buckets, config.rollout.engine)
 
     def _report_loading(self, detail: str) -> None:
-        """Report loading progress to the parent; later `Training` reports."""
+        """Report to the parent how far the model is loaded."""
         progress = rank_pb.RankProgress(detail=detail)
         self._thread.events.put(rank_pb.WorkResponse(progress=progress))
 
@@ -249,7 +249,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
 
 @contextmanager
 def _group_errors() -> Iterator[None]:
-    """Translate the errors of a weight group."""
+    """Raise errors of weight groups as RPC errors: Aborted for other members' faults, else Unavailable."""
     try:
         yield
     except WeightGroupError as error:  # caused by other members, not by this trainer

@@ -55,9 +55,9 @@ from services.trainer.megatron.disk_work import DiskRefused
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.02
-"""Seconds between two checks for requests while the training thread may not train."""
+"""Seconds between checks for requests while the training thread may not train."""
 DISK_BACKOFF = Backoff(first_seconds=0.5, max_seconds=4.0)
-"""Pauses between attempts to write a step file or weights, which may have gigabytes."""
+"""Backoff between attempts to write a step file or weights while the disk refuses. Either may take gigabytes."""
 
 
 class Training:
@@ -76,7 +76,7 @@ class Training:
         profiles: ProfilePlan,
         emit: Callable[[WorkResponse], None],
     ) -> None:
-        """Connect the parts of a run. `emit` sends progress and new versions to the parent."""
+        """`emit` sends progress and new versions to the parent process."""
         self._config = config
         self._run_id = run_id
         self._run_folder = rank.run_folder
@@ -93,12 +93,12 @@ class Training:
         self._refreshes = REFERENCE_WEIGHTS in rank.board.needs(TRAIN)
         """True if a reference service adopts the policy's weights."""
         self._reference = ""
-        """Name of the reference weights for scoring the groups of the next step."""
+        """Name of the reference weights that must have scored the next step's groups; "": the initial weights."""
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
         self._profiles = profiles
         self._profiled = False
-        """True while the step is recorded."""
+        """True while the open step is profiled."""
         self.sleeping = SleepController(rank, weights)
         self._emit = emit
         # In a colocated run every wait of this thread delays the engines' turn.
@@ -144,20 +144,20 @@ class Training:
             time.sleep(IDLE_SECONDS)  # idle: there is nothing left to train
 
     def _begin_profile(self, step: int) -> None:
-        """Start recording the step on all ranks, if planned. A restarted step is recorded from its first start."""
+        """Start profiling the step on all ranks, if planned. If the step starts over, the profile goes on."""
         if options := self._profiles.begin(step):
             self.rank.run(begin_profile, step, options)
             self._profiled = True
 
     def _end_profile(self) -> None:
-        """Write the step's profile, if it was recorded."""
+        """Stop profiling on all ranks, and write the profiles, if the step was profiled."""
         if self._profiled:
             self._profiled = False
             self._report("writing profiles")
             self.rank.run(end_profile)
 
     def _fill(self, open_step: StepBuilder) -> StepBuilder | None:
-        """Take groups and process them as they arrive, until the step may close. Return None if it was discarded."""
+        """Take groups and process them as they arrive, until the step closes. Return None if the step was discarded."""
         unavailable = False
         while True:
             self._serve_requests(f"step {open_step.number}: {len(open_step.members)} groups")
@@ -187,7 +187,7 @@ class Training:
                 time.sleep(TICK_SECONDS)  # named: by the warning
 
     def _add(self, open_step: StepBuilder) -> bool:
-        """Add available groups, and work on full rounds. Return True if the step may close with the rest."""
+        """Add available groups to the step, and process full rounds. Return True if the step may close."""
         selection = self._intake.select(open_step.number, open_step.members, self._reference)
         open_step.add(selection.chosen)
         while (entry := open_step.packer.full_round()) is not None:  # leaves a rest
@@ -195,7 +195,7 @@ class Training:
         return selection.may_close
 
     def _starts_over(self, open_step: StepBuilder) -> bool:
-        """Discard the step if some of its groups were closed; then return True. Raises BoardUnavailable."""
+        """Discard the step and return True if any of its groups was closed. Raises BoardUnavailable."""
         lost = self._intake.lost(open_step.members)
         if lost:
             logger.warning("step %d starts over: groups %s were closed", open_step.number, ", ".join(lost))
@@ -205,7 +205,7 @@ class Training:
         return bool(lost)
 
     def _write(self, open_step: StepBuilder, plan: StepPlan, groups: Sequence[TrainGroup]) -> bool:
-        """Write the step's file. While the disk refuses it, for example because it is full, wait and retry.
+        """Write the step file. While the disk refuses the file, for example because it is full, wait and retry.
 
         The other ranks wait for commands meanwhile, and requests are served: the weights are still those before the
         step. Returns False if the step was discarded during the wait, because some of its groups were closed.
@@ -222,8 +222,7 @@ class Training:
         return True
 
     def _refusals(self, attempt: Callable[[], str], meanwhile: Callable[[str], None]) -> Iterator[str]:
-        """Repeat an attempt to write until the disk accepts it. Yield the problem after the pause before each
-        repetition.
+        """Repeat a write until the disk accepts it. After each failure, pause, then yield the problem.
 
         Args:
             attempt: tries to write. Returns '' or the problem.
@@ -243,7 +242,7 @@ class Training:
                 yield problem
 
     def _problem_of_writing(self, plan: StepPlan, groups: Sequence[TrainGroup]) -> str:
-        """Try to write the step's file. Return "" or a description of the step's wait for the disk."""
+        """Try to write the step file. Return "", or the text to report if the disk refuses."""
         path, columns = step_file_path(self._run_folder, plan.step), {group.group_id: group.columns for group in groups}
         with self.rank.rank0_only(f"writing {path}"):
             try:
@@ -274,7 +273,7 @@ class Training:
         )
 
     def _problem_of_export(self, folder: Path) -> str:
-        """Try to write the weights. Return "" or a description of the step's wait for the disk."""
+        """Try to write the policy's weights for the reference. Return "", or the text to report if the disk refuses."""
         self._report(f"writing {folder}")
         refused: object = self.rank.run(export, folder)
         if not isinstance(refused, DiskRefused):
@@ -287,7 +286,7 @@ class Training:
         return f"waiting for the disk of {folder.parent}, to write weights for the reference: {refused}"
 
     def _set_reference(self, plan: StepPlan) -> None:
-        """Have the groups of the next step scored with the weights in force after a committed step."""
+        """Set the weights with which the reference must score the next step's groups. Remove older weights."""
         before, self._reference = self._reference, weights_after(plan.to_json()) if self._refreshes else ""
         if self._reference != before:
             # A replica may still be reading the previous weights.
@@ -298,14 +297,14 @@ class Training:
                     logger.warning("old weights of the reference could not be removed, and take room: %s", error)
 
     def _take(self, open_step: StepBuilder, entry: MicroBatchRound, *, last: bool) -> None:
-        """Work on one round on all ranks, while the step fills."""
+        """Process one round of micro-batches on all ranks, while the step fills."""
         self._report(f"step {open_step.number}: {len(open_step.members)} groups")
         began = time.monotonic()
         self._phases.take(open_step, entry, last=last)
         open_step.worked += time.monotonic() - began
 
     def _update(self, open_step: StepBuilder, plan: StepPlan) -> list[UpdateStats]:
-        """Make the step's updates on all ranks, once no broadcast reads the weights. Return their statistics.
+        """Run the step's optimizer updates on all ranks, once no broadcast reads the weights. Return their statistics.
 
         Several updates may take minutes, so an engine that joins meanwhile gets a copy of the previous weights.
         """
@@ -362,7 +361,7 @@ class Training:
         return self._weights.begin_change(f"step {step}", on_wait, TICK_SECONDS)
 
     def _check_skipped_updates(self, open_step: StepBuilder, plan: StepPlan, groups: Sequence[str], cause: str) -> None:
-        """Raise TooManySkippedUpdates, and drop the step's groups, if skipping an update exceeds the limit."""
+        """Drop the step's groups and raise TooManySkippedUpdates if this skipped update exceeds the limit."""
         try:
             self._skipped.check(plan.step, groups, cause)
         except TooManySkippedUpdates:
@@ -375,7 +374,7 @@ class Training:
     def _commit(
         self, open_step: StepBuilder, groups: Sequence[TrainGroup], plan: StepPlan, updates: Sequence[UpdateStats]
     ) -> None:
-        """Commit the step to the ledger, with the outcome of its updates."""
+        """Commit the step to the ledger, with its plan, metrics and samples. Retry while the board is unavailable."""
         plan = replace(plan, skipped_updates=tuple(index for index, stats in enumerate(updates) if stats.skipped))
         now, ended = time.monotonic(), microseconds()
         seconds, self._last_end = now - self._last_end, now
@@ -434,12 +433,12 @@ class Training:
         self._emit(WorkResponse(version=VersionCommitted(weights=weights, trace=trace)))
 
     def _ask_critic(self, step: int, keep: bool) -> None:
-        """Ask a critic service, if any, for a checkpoint of the step whose checkpoint was requested here."""
+        """Ask a critic service, if the run has one, to write its checkpoint of the same step."""
         if self._config.roles.critic.placement == "service":
             self._board.ask_critic(term=self._term, step=step, keep=keep)
 
     def _replay(self) -> None:
-        """Load the newest checkpoint and replay the later steps of the ledger from their files."""
+        """Load the newest checkpoint. Replay the ledger's later steps from their step files."""
         self._report("looking for a checkpoint")
         done, _ = restore(self.rank, self._config, self._term)
         self.checkpoints.prepare()
@@ -481,7 +480,7 @@ class Training:
             logger.info("the model of step %d is exported to %s", step, folder)
 
     def _serve_requests(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
-        """Serve other threads' requests, and wait while paused, asleep or draining."""
+        """Serve other threads' requests. Return once training is neither paused, asleep nor draining."""
         while True:
             self._report(detail, wait)
             self.rank.channel.tick()
@@ -505,7 +504,7 @@ class Training:
             time.sleep(IDLE_SECONDS)  # named: `_report` says it
 
     def _report(self, detail: str, wait: "ReplicaWait.ValueType" = REPLICA_WAIT_UNSPECIFIED) -> None:
-        """Report progress to the parent if it changed, and every second to show that this thread is alive.
+        """Report progress to the parent when it changes, and every second as a sign of life.
 
         `wait`: the kind of wait that `detail` describes.
         """

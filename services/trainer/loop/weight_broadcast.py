@@ -34,12 +34,12 @@ from services.trainer.learner.learner import Learner
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Number of buckets in flight: one is sent while the next is filled."""
+"""Number of weight buckets in flight: one is sent while the next is filled."""
 _POLL_SECONDS = 0.0005
 
 
 def weight_buckets(learner: Learner, bucket_bytes: int, *, first_alone: bool = False) -> list[TensorBucket]:
-    """Return all buckets of a broadcast by pipeline stage; a stage's source rank is its number (see plan_buckets)."""
+    """Return all buckets of a weight broadcast, in order of pipeline stage. A bucket's source rank is its stage."""
     specs = learner.hf_tensor_specs()
     return [
         bucket
@@ -54,7 +54,7 @@ def weight_buckets(learner: Learner, bucket_bytes: int, *, first_alone: bool = F
 
 
 class WeightBroadcaster:
-    """This rank's part in weight groups and broadcasts.
+    """Joins this rank to weight groups, and sends its part of weight broadcasts.
 
     On a GPU, everything is enqueued on a stream beside training: the next bucket is gathered while one is sent, and the
     host waits only for the end. Tensors that Megatron stores in Hugging Face's layout are sent without a copy.
@@ -67,13 +67,13 @@ class WeightBroadcaster:
         self._engine = engine
         self._lock = threading.Lock()
         self._gathering = threading.Lock()
-        """Lock on gathering, because a failed broadcast may still be gathering when the next one starts."""
+        """Lock on gathering tensors: a failed broadcast may still gather when the next one starts."""
         self._membership: _Membership | None = None
         device = learner.world.device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def join(self, rendezvous: Rendezvous, timeout: float) -> None:
-        """Connect this source rank with the engines, leaving any older group.
+        """Connect this rank with the engines in a new weight group. Abort the previous group.
 
         Raises:
             WeightGroupError: a member didn't join within `timeout` seconds, or `leave` was called meanwhile.
@@ -95,7 +95,7 @@ class WeightBroadcaster:
             raise
 
     def leave(self, name: str) -> None:
-        """Abort and forget a group, even during a broadcast. Do nothing if this rank isn't in it."""
+        """Abort a weight group, even during a broadcast, and leave it. Do nothing if this rank isn't in the group."""
         with self._lock:
             membership = self._membership
             if membership is None or membership.group.name != name:
@@ -104,7 +104,7 @@ class WeightBroadcaster:
         membership.group.abort()
 
     def broadcast(self, name: str, timeout: float, with_checksums: bool) -> BroadcastWeightsResponse:
-        """Take part in one broadcast. All ranks that hold parts of the weights call it together.
+        """Gather and send this rank's part of a weight broadcast. All ranks with parts of the weights call it together.
 
         Returns this rank's seconds, and the bytes and checksums of the buckets that it sends.
 
@@ -148,7 +148,7 @@ class WeightBroadcaster:
         group, stage = membership.group, self._learner.world.pp_rank
         transfers: list[Transfer] = []
         kept: deque[list[torch.Tensor]] = deque()
-        """References to tensors that are being sent: at most IN_FLIGHT buckets."""
+        """References that keep tensors alive while they are sent: at most IN_FLIGHT buckets."""
         sent = 0
         found: dict[str, int] = {}
         for index, bucket in enumerate(self._buckets):
@@ -176,9 +176,10 @@ class WeightBroadcaster:
         return BroadcastWeightsResponse(seconds=time.monotonic() - started, bytes=sent, checksums=found)
 
     def _make_buffers(self, layout: Layout, device: torch.device) -> list[torch.Tensor]:
-        """Allocate buffers: for all buckets in the flat layout, otherwise only to receive other stages' buckets.
+        """Allocate the buffers through which buckets are sent and received.
 
-        They belong to their group and aren't reused: an aborted transfer may still read them.
+        The flat layout packs every bucket into a buffer; others need buffers only for other stages' buckets. Each
+        weight group has new buffers, because an aborted transfer may still read old ones.
         """
         stage = self._learner.world.pp_rank
         if layout == "flat":
@@ -188,7 +189,7 @@ class WeightBroadcaster:
         return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
 
     def _wait_until_gathered(self, deadline: float) -> None:
-        """Wait until this rank's parameters have been read."""
+        """Wait until the GPU has gathered the weights, so that the optimizer may change them."""
         if self._stream is None:
             return
         event = self._stream.record_event()

@@ -1,4 +1,4 @@
-"""A lock with a time limit between broadcasts, which read the weights, and the optimizer, which changes them."""
+"""Lock with a time limit that keeps the optimizer from changing weights that broadcasts read."""
 
 import threading
 import time
@@ -9,11 +9,11 @@ from relaxd.rpc.errors import Aborted, FailedPrecondition
 from relaxd.weights import WEIGHTS_CHANGED
 
 HOLD_MARGIN_SECONDS = 1.0
-"""Seconds by which a hold outlasts the broadcast's deadline, so that the weights never change during one."""
+"""Seconds by which a hold on the weights outlasts the broadcast's deadline, so that weights never change while sent."""
 
 
 class HoldRefused(FailedPrecondition):
-    """The requested weights can't be read now."""
+    """The requested version of the weights can't be broadcast now."""
 
 
 class WeightReadLock:
@@ -32,16 +32,16 @@ class WeightReadLock:
 
     @property
     def version(self) -> int | None:
-        """Version that may be sent; None before the first version and while the weights change."""
+        """Weight version that may be broadcast; None before the first version and while the weights change."""
         return self._version
 
     @property
     def changing(self) -> bool:
-        """True if holds are refused because the weights are being changed."""
+        """True while holds are refused because an update changes the weights, or the ranks sleep."""
         return self._version is None and bool(self._changed_by)
 
     def publish(self, version: int) -> None:
-        """Allow broadcasts of a version."""
+        """Allow broadcasts of the weights, which now have this version."""
         with self._condition:
             self._version = version
 
@@ -64,7 +64,7 @@ class WeightReadLock:
             return self._hold
 
     def _is_past(self, version: int) -> bool:
-        """Return True if the trainer had this version, and now has or makes a newer one."""
+        """Return True if `version` is outdated: the trainer has a newer version, or is making one."""
         return self.changing if self._version is None else self._version > version
 
     def release(self, hold: int) -> bool:
@@ -79,7 +79,10 @@ class WeightReadLock:
 
     @contextmanager
     def held(self, term: int, version: int, seconds: float) -> Iterator[None]:
-        """Hold the weights inside the block. Raises HoldRefused, or Aborted at its end if it took too long."""
+        """Hold the weights unchanged during the block.
+
+        Raises HoldRefused, or Aborted if the block took longer than `seconds`.
+        """
         hold = self.acquire(term, version, seconds)
         try:
             yield

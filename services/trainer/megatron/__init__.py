@@ -4,6 +4,6 @@ Nothing here depends on a model.
 """
 
 TICK_SECONDS = 0.5
-"""Maximum seconds between two ticks of a waiting rank."""
+"""Maximum seconds between the ticks by which a waiting rank 0 shows that it is alive."""
 ATTEMPT_VARIABLE = "RELAXD_ATTEMPT"
-"""Name of the environment variable that numbers the starts of ranks on several hosts."""
+"""Environment variable with the number of this start of the ranks, for ranks on several hosts."""

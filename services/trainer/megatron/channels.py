@@ -23,7 +23,7 @@ from services.trainer.megatron.disk_work import DiskWork
 from services.trainer.megatron.rank_messages import MessageError, decode, encode, message, parse
 
 TICK = None
-"""Sent instead of a command, to show that rank 0 is alive."""
+"""Message that rank 0 sends instead of a command, to show that it is alive."""
 PIECE_BYTES = 64 * 2**20
 """Maximum bytes of one broadcast, so that a value of gigabytes needs no second copy, and no piece takes long."""
 
@@ -31,15 +31,15 @@ PIECE_BYTES = 64 * 2**20
 @message
 @dataclass(frozen=True)
 class Failed:
-    """Error of the reading rank, sent in place of a value."""
+    """Message that the reading rank sends instead of a value if reading failed."""
 
     error: str
 
 
 def all_ranks_agree(yes: bool, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether `yes` is True on all ranks of a group, by default the world. All call it together.
+    """Return True if `yes` is True on all ranks of a group, by default the world. Collective.
 
-    `device`: where the group communicates; by default the CPU.
+    `device`: the device on which the group communicates; by default the CPU.
     """
     votes = torch.tensor([int(yes)], device=device)
     if dist.get_world_size(group) > 1:
@@ -48,7 +48,7 @@ def all_ranks_agree(yes: bool, *, device: torch.device | None = None, group: dis
 
 
 def all_gather(value: Any) -> list[Any]:
-    """Return the values of all ranks of the world, by rank. All call it together, over the world's own group.
+    """Return the `value` of every rank of the world, in order of rank. Collective, over the world's process group.
 
     Raises MessageError for a value that can't be sent.
     """
@@ -77,7 +77,7 @@ def _split(data: memoryview, text: int, total: int) -> Any:
 
 
 class RankChannel:
-    """The control channel of the world. All ranks create it together; only their training threads use it."""
+    """Channel by which rank 0 commands all other ranks. All ranks create it together; only training threads use it."""
 
     def __init__(self, timeout_seconds: float, disk: DiskWork) -> None:
         """Create the channel's process group. Receiving fails after `timeout_seconds` without a command or tick."""
@@ -88,17 +88,17 @@ class RankChannel:
         self._last = time.monotonic()
 
     def send(self, command: Any) -> None:
-        """Rank 0: send a command, or TICK, to all other ranks. Raises MessageError for one that can't be sent."""
+        """Rank 0: send a command, or TICK, to all other ranks. Raises MessageError if it can't be sent."""
         self._last = time.monotonic()
         if self.size > 1:
             _broadcast(encode(command), 0, self._group)
 
     def all_ranks_agree(self, yes: bool) -> bool:
-        """Return whether `yes` is True on all ranks. All call it together."""
+        """Return True if `yes` is True on all ranks. Collective."""
         return all_ranks_agree(yes, group=self._group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, [] elsewhere. All call it together.
+        """Return every rank's `value` on rank 0, and [] on other ranks. Collective.
 
         Raises:
             MessageError: a value can't be sent.
@@ -109,7 +109,7 @@ class RankChannel:
         return []
 
     def sum_over_ranks(self, value: int) -> int:
-        """Return the sum of all ranks' values. All call it together."""
+        """Return the sum of `value` over all ranks. Collective."""
         values = torch.tensor([value])
         if self.size > 1:
             dist.all_reduce(values, group=self._group)
@@ -135,20 +135,20 @@ T = TypeVar("T")
 
 
 class ModelParallelChannel:
-    """Shares values among ranks with the same data-parallel rank; one of them reads.
+    """Shares values among ranks with the same data-parallel rank: one rank reads a value, the others receive it.
 
     All ranks of the world create it together; only their training threads use it.
     """
 
     def __init__(self, dp_rank: int, timeout_seconds: float) -> None:
-        """Join the ranks with the same data-parallel rank. Waiting for another rank fails after `timeout_seconds`."""
+        """Create the process groups. Waiting for another rank fails after `timeout_seconds`."""
         dp_ranks = all_gather(dp_rank)
         members = {of: [rank for rank, its in enumerate(dp_ranks) if its == of] for of in sorted(set(dp_ranks))}
         self._source = members[dp_rank][0]
         self.reads = dist.get_rank() == self._source
-        """True if this rank reads the values."""
+        """True if this rank reads values and sends them to the others."""
         self._group: dist.ProcessGroup | None = None
-        """Ranks with the same data-parallel rank; None if this rank is alone."""
+        """Process group of the ranks with the same data-parallel rank; None if this rank is alone."""
         for of, ranks in members.items():
             if len(ranks) > 1:  # all have the same length, so that all ranks create the same groups
                 group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -181,7 +181,7 @@ class ModelParallelChannel:
 
 
 def _broadcast(parts: Sequence[memoryview], source: int, group: dist.ProcessGroup) -> None:
-    """Send a message from this rank, `source`, to all others of a group."""
+    """Broadcast a message from this rank, whose number is `source`, to the other ranks of a group."""
     dist.broadcast(torch.tensor([parts[0].nbytes]), source, group=group)
     dist.broadcast(_tensor(parts[0]), source, group=group)
     for piece, slices in _pieces(parts[1:]):
@@ -229,12 +229,15 @@ def _receive(source: int, group: dist.ProcessGroup) -> Any:
 
 
 def _tensor(part: memoryview) -> torch.Tensor:
-    """Return a tensor that shares the memory of a part, which is writable and not empty."""
+    """Return a uint8 tensor that shares the memory of `part`, which must be writable and not empty."""
     return torch.frombuffer(part, dtype=torch.uint8)
 
 
 def _pieces(parts: Sequence[memoryview]) -> Iterator[tuple[memoryview, list[memoryview]]]:
-    """Cut concatenated parts into pieces. For each, yield a reused buffer of its size, and its slices of the parts."""
+    """Cut the concatenated parts into pieces of at most PIECE_BYTES.
+
+    For each piece, yield a buffer of the same size, which is reused, and the slices of the parts that make it up.
+    """
     room = memoryview(bytearray(min(PIECE_BYTES, sum(part.nbytes for part in parts))))
     slices: list[memoryview] = []
     free = room.nbytes

@@ -76,12 +76,12 @@ class Stream:
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def wait_stream(self, *args: object) -> None:
-        """Return at once."""
+        """Return at once: on CPU there is nothing to wait for."""
 
     wait_event = synchronize = wait = record = wait_stream
 
     def record_event(self, *args: object) -> "Stream":
-        """Return a completed event."""
+        """Return this object as an event, which counts as completed."""
         return self
 
     def query(self) -> bool:
@@ -93,12 +93,12 @@ _DEFAULT_STREAM = Stream()
 
 
 def current_stream(*args: object, **kwargs: object) -> Stream:
-    """Return the only stream."""
+    """Return the only stream that exists on CPU. It does nothing."""
     return _DEFAULT_STREAM
 
 
 stream = contextlib.nullcontext
-"""Replaces `torch.cuda.stream`, with the same argument."""
+"""Replaces the context manager `torch.cuda.stream`, with the same argument. Does nothing."""
 
 
 def _rewrite(name: str, source: str) -> str:
@@ -137,10 +137,10 @@ def install() -> bool:
     """Install the import hook unless CUDA is available.
 
     Returns:
-        Whether Megatron runs through the bridge.
+        True if the hook is installed, so that Megatron runs on CPU.
 
     Raises:
-        ImportError: Megatron was imported earlier, without the bridge.
+        ImportError: Megatron was imported earlier, without the hook.
     """
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

@@ -16,20 +16,20 @@ from relaxd.text import byte_amount
 from relaxd.waiting import Backoff
 
 PROGRESS_SECONDS = 1.0
-"""Seconds between two publications of a rank's progress, with checks of the others'."""
+"""Seconds between publications of this rank's disk progress, and between checks of other ranks' progress."""
 BACKOFF = Backoff(first_seconds=0.001, max_seconds=0.05)
-"""Pauses between two polls for completion."""
+"""Backoff between polls for the end of other ranks' disk work."""
 
 Progress = Callable[[int], None]
-"""Callback with the bytes processed since the last call."""
+"""Callback that disk work calls with the number of bytes processed since the last call."""
 
 
 class DiskWorkFailed(RuntimeError):
-    """Another rank failed at its part of the work."""
+    """Another rank failed at its part of a common disk operation."""
 
 
 class DiskStalled(TimeoutError):
-    """Another rank made no progress for trainer.disk_stall_seconds."""
+    """Another rank's disk work made no progress for trainer.disk_stall_seconds."""
 
 
 class DiskRefused(RuntimeError):
@@ -37,7 +37,10 @@ class DiskRefused(RuntimeError):
 
 
 class DiskWork:
-    """Publishes this rank's disk progress and waits for other ranks. For the training thread, except `tell`."""
+    """Publishes this rank's disk progress, and waits for the disk work of other ranks.
+
+    Only the training thread may use it, except for `tell`.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class DiskWork:
         self._sleep = sleep
         self._turn = 0
         self.report: Callable[[str], None] = lambda text: None
-        """Called about every PROGRESS_SECONDS during work, with its progress or the awaited ranks."""
+        """Called about every PROGRESS_SECONDS during disk work, with a text that names progress or awaited ranks."""
 
     @contextmanager
     def all_ranks(self, work: str) -> Iterator[Progress]:
@@ -114,13 +117,13 @@ class DiskWork:
         self._store.add(f"{work}/told", 1)
 
     def results(self, work: str) -> list[str] | None:
-        """Return each rank's report once all have reported, else None. Doesn't wait."""
+        """Return each rank's report on background work, or None until all ranks have reported. Doesn't wait."""
         if self._store.add(f"{work}/told", 0) < self._size:
             return None
         return [self._store.get(self._told_key(work, rank)).decode() for rank in range(self._size)]
 
     def silent(self, work: str) -> list[int]:
-        """Return the ranks that have not reported yet."""
+        """Return the ranks that haven't reported the end of background work."""
         return [rank for rank in range(self._size) if not self._store.check([self._told_key(work, rank)])]
 
     def forget(self, work: str) -> None:
@@ -158,9 +161,9 @@ class DiskWork:
                 self._sleep(BACKOFF.pause(waits))
 
     def _check(self, work: str, pending: dict[int, tuple[float, int | None]]) -> None:
-        """Remove finished ranks from `pending` and update the others. Raises DiskWorkFailed, DiskStalled.
+        """Remove finished ranks from `pending`; note the progress of the others. Raises DiskWorkFailed, DiskStalled.
 
-        `pending`: for each rank the time of its last progress, and its processed bytes, None before its start.
+        `pending`: by rank, the time of the last progress and the processed bytes (None before the rank's start).
         """
         now = self._clock()
         for other, (since, seen) in list(pending.items()):
@@ -193,8 +196,7 @@ class DiskWork:
             self._store.set(self._end_key(self._rank), failure)
 
     def _delete_keys(self) -> None:
-        """Delete this rank's keys of the previous work. No rank reads them, because all have finished the current
-        one."""
+        """Delete this rank's store keys of the previous disk work, which no rank reads any more."""
         if self._others and self._turn > 1:
             self._store.delete_key(self._key(self._rank, self._turn - 1))
             self._store.delete_key(self._end_key(self._rank, self._turn - 1))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def writable(main_grad: Tensor) -> Tensor:
-    """Return a parameter's gradient buffer, after giving it memory: a sharded buffer may have none yet.
+    """Return a parameter's gradient buffer. Allocate its memory first if a sharded buffer has none.
 
     Call it in the backward pass before gradients are added (`services.trainer.megatron.sharded_gradients`).
     """
@@ -39,7 +39,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _MatrixProducts:
-    """Replaces apex's extension, which Megatron calls to add products to its gradient buffers."""
+    """Replaces apex's extension, which Megatron calls to add weight gradients to its gradient buffers."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

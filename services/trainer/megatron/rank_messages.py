@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TYPES: dict[str, type] = {}
 _COMMANDS: dict[str, Callable[..., Any]] = {}
 KIND = "$"
-"""Key that marks a JSON object as the encoding of a value that JSON lacks."""
+"""JSON key that marks an object as the encoding of a type that JSON lacks, such as a path or an array."""
 
 
 class MessageError(ValueError):
@@ -27,7 +27,7 @@ class MessageError(ValueError):
 
 
 def message(cls: type[T]) -> type[T]:
-    """Decorator: register a dataclass, whose instances are sent as their fields and reconstructed from them."""
+    """Decorator: register a dataclass, so that ranks can send its instances to each other."""
     if not is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is not a dataclass")
     _TYPES[_name(cls)] = cls
@@ -35,7 +35,7 @@ def message(cls: type[T]) -> type[T]:
 
 
 def command(function: F) -> F:
-    """Decorator: register a function, which rank 0 can tell other ranks to call."""
+    """Decorator: register a function, so that rank 0 can tell other ranks to call it."""
     _COMMANDS[_name(function)] = function
     return function
 
@@ -45,7 +45,7 @@ def _name(registered: Any) -> str:
 
 
 def encode(value: Any) -> list[memoryview]:
-    """Return a message as parts: JSON, then the bytes of each array, which aren't copied if they are contiguous.
+    """Encode a value as a message: its JSON, then the bytes of each array. Contiguous arrays aren't copied.
 
     Raises:
         MessageError: a part of the value has a type that can't be sent; the error names the type.
@@ -56,7 +56,10 @@ def encode(value: Any) -> list[memoryview]:
 
 
 def parse(text: memoryview) -> tuple[Any, list[int]]:
-    """Return the JSON of a message's first part, and the bytes of each array that follows. Raises MessageError."""
+    """Parse a message's first part. Return its JSON, and the size in bytes of each array that follows.
+
+    Raises MessageError.
+    """
     try:
         node = json.loads(bytes(text))
     except ValueError as error:
@@ -65,7 +68,10 @@ def parse(text: memoryview) -> tuple[Any, list[int]]:
 
 
 def decode(node: Any, arrays: Iterable[memoryview]) -> Any:
-    """Return a message's value, given its parsed JSON and its arrays, as read-only views. Raises MessageError."""
+    """Decode a message's value from its parsed JSON and its arrays. Arrays become read-only views.
+
+    Raises MessageError.
+    """
     return _from_json(node, iter(arrays))
 
 
@@ -123,7 +129,7 @@ _KINDS: dict[str, Callable[[dict[str, Any], Iterator[memoryview]], Any]] = {
     "command": lambda node, arrays: _COMMANDS[node["name"]],
     "message": _message,
 }
-"""Functions that convert a JSON object with `KIND` to a value. Arrays come in the order in which they were sent."""
+"""Decoders of JSON objects, by the value of `KIND`. Each takes its arrays from an iterator, in the order of sending."""
 
 
 def _from_json(node: Any, arrays: Iterator[memoryview]) -> Any:

@@ -25,14 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class WithoutGradientMemory(TorchFunctionMode):
-    """Mode in which Megatron's new gradient buffers take the memory of one number, for `ShardedGradients`."""
+    """Torch mode that keeps Megatron from allocating its gradient buffers. `ShardedGradients` allocates them later."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function. Megatron calls `torch.zeros` for a buffer's parameters, then for its gradients."""
+        """Run a torch function. Every second `torch.zeros`, Megatron's for gradients, allocates only one number."""
         if func is torch.zeros:
             self._calls += 1
             if self._calls % 2 == 0:
@@ -42,7 +42,7 @@ class WithoutGradientMemory(TorchFunctionMode):
 
 
 class ShardedGradients:
-    """A model's gradients, which replace the gradients in Megatron's buffers.
+    """Manages a model's gradients in place of Megatron's gradient buffers.
 
     Buckets are reduced in a fixed order in each backward pass, so that all ranks call the same collectives even if
     their gradients come in another order or are missing. A parameter gets one gradient in each backward pass, or none
@@ -50,11 +50,11 @@ class ShardedGradients:
     """
 
     def __init__(self, model: DistributedDataParallel, *, overlap: bool) -> None:
-        """Take over a model's gradients.
+        """Replace the model's gradient buffers.
 
         Args:
             model: made within `WithoutGradientMemory`, with the setting overlap_grad_reduce.
-            overlap: whether a bucket is reduced while gradients of the next one are computed; otherwise these wait.
+            overlap: True if a bucket is reduced while gradients of the next bucket are computed.
         """
         self._overlap = overlap
         found: list[GradientBucket] = []
@@ -73,25 +73,25 @@ class ShardedGradients:
         self._passes = 0
         """Number of backward passes whose gradients still have to be reduced."""
         self._counted: set[Parameter] = set()
-        """Parameters that have received their gradient of this pass."""
+        """Parameters that have received their gradient in the current backward pass."""
         self._lacking: list[int] = []
-        """For each bucket, the number of parameters whose gradient of this pass is missing."""
+        """By bucket, the number of parameters that still lack a gradient in the current backward pass."""
         self._next = 0
-        """Index of the next bucket to reduce."""
+        """Index of the next gradient bucket to reduce."""
         self._under_way: GradientBucket | None = None
         self._reduced = False
         self.started_early = self.started_late = 0
-        """Numbers of buckets reduced as soon as complete, and of buckets reduced by a later pass or `end`."""
+        """Numbers of gradient buckets reduced as soon as complete, and of those reduced by a later pass or `end`."""
         self._begin_pass()
         self.reset()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Float32 shards of this rank, its only gradients between micro-batches."""
+        """This rank's gradient shards, float32, one per bucket: its only gradients between micro-batches."""
         return [bucket.shard for bucket in self.buckets]
 
     def begin(self, micro_batches: int) -> None:
-        """Announce the backward passes of `micro_batches` micro-batches, the same number on all ranks.
+        """Prepare for the backward passes of `micro_batches` micro-batches, the same number on all ranks.
 
         Raises:
             RuntimeError: the gradients are in use already.
@@ -102,7 +102,7 @@ class ShardedGradients:
         self.started_early = self.started_late = 0
 
     def count(self, parameter: Parameter) -> None:
-        """Count a parameter's gradient of a micro-batch, and reduce complete buckets.
+        """Note that a parameter has its gradient of a micro-batch. Reduce buckets that are complete.
 
         Raises:
             RuntimeError: the parameter got more gradients than there are micro-batches.
@@ -123,25 +123,25 @@ class ShardedGradients:
             self._end_pass()
 
     def end(self) -> None:
-        """Reduce the remaining buckets of all announced passes. Afterwards only shards are left."""
+        """Reduce the remaining gradient buckets of all backward passes. Then only shards have memory."""
         while self._passes:
             self._end_pass()
         self._finish()
 
     def show(self) -> None:
-        """Set each parameter's `main_grad` to its part in this rank's shard, [n], which may be empty."""
+        """Set each parameter's `main_grad` to its slice of this rank's gradient shard: float32 [n], may be empty."""
         self.end()
         self._reduced = True
         for bucket in self.buckets:
             bucket.show()
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients."""
+        """Multiply this rank's gradient shards by `factor`."""
         for bucket in self.buckets:
             bucket.shard.mul_(factor)
 
     def reset(self) -> None:
-        """Drop the gradients, and begin a new update."""
+        """Zero the gradients for the next optimizer update."""
         self._finish()
         self._passes, self._reduced = 0, False
         self._begin_pass()
@@ -175,14 +175,14 @@ class ShardedGradients:
 
 
 class GradientBucket:
-    """Parameters whose gradients are reduced together.
+    """A bucket: parameters whose gradients are reduced in one collective.
 
     If no other rank has the same parameters (experts with a single copy), nothing is reduced: the shard has all
     gradients, which keep their memory.
     """
 
     def __init__(self, group: Any, starts: Mapping[Parameter, int]) -> None:
-        """Create the gradients and this rank's shard.
+        """Create the bucket's gradients and this rank's shard of them.
 
         Args:
             group: Megatron's bucket group, with one bucket.
@@ -198,10 +198,10 @@ class GradientBucket:
         )
         device, count = bucket.param_data.device, bucket.grad_data.numel()
         self.whole = torch.empty(count, dtype=torch.float32, device=device)
-        """All gradients, float32; without memory between backward passes."""
+        """All gradients of the bucket, float32 [n]; without memory between backward passes."""
         share, self._divided = count // ranks, ranks > 1
         self.shard = torch.zeros(share, dtype=torch.float32, device=device) if self._divided else self.whole
-        """This rank's shard of the gradients, float32, summed over ranks and micro-batches."""
+        """This rank's shard of the bucket's gradients, float32 [n / ranks], summed over ranks and micro-batches."""
         bucket.grad_data = self.whole
         self._own = self.whole[rank * share : (rank + 1) * share]
         self._views = {}
@@ -217,7 +217,7 @@ class GradientBucket:
         self._release()
 
     def provide(self) -> None:
-        """Allocate the gradients' memory, with zeros, unless they have it."""
+        """Allocate the bucket's gradients, filled with zeros, unless they have memory."""
         self.finish()
         storage = self.whole.untyped_storage()
         if not storage.nbytes():
@@ -225,14 +225,14 @@ class GradientBucket:
             self.whole.zero_()
 
     def start(self) -> None:
-        """Start summing a pass's gradients over ranks."""
+        """Start to sum the bucket's gradients of a backward pass over ranks."""
         if self._divided:
             self.provide()  # without any gradient there is no memory yet
             self._group.start_grad_sync()
             self._finished = False
 
     def finish(self) -> None:
-        """Wait for the started sum, if any, and add this rank's part to its shard."""
+        """Wait for the sum over ranks, if one was started. Add this rank's slice of it to the shard."""
         if not self._finished:
             self._finished = True
             self._group.finish_grad_sync()

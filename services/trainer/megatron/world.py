@@ -28,7 +28,7 @@ from services.trainer.megatron.disk_work import DiskWork
 _store: dist.Store | None = None
 """The rendezvous store of this world's processes."""
 _worlds = itertools.count()
-"""Counter of this process's worlds; all ranks create them in the same order."""
+"""Numbers the worlds that this process creates. All ranks create them in the same order."""
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,31 @@ class GatherGroups:
     """
 
     source: bool
-    """True if this rank receives its stage's full tensors."""
+    """True if this rank receives the full weights of its pipeline stage."""
     dense: dist.ProcessGroup | None
-    """Tensor-parallel ranks that gather dense tensors; None on other ranks."""
+    """Tensor-parallel ranks among which dense weights are gathered; None on other ranks."""
     experts: dist.ProcessGroup | None
-    """Tensor- and expert-parallel ranks that gather experts; None on other ranks."""
+    """Tensor- and expert-parallel ranks among which experts' weights are gathered; None on other ranks."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in the Megatron world."""
+    """This process's ranks, group sizes and process groups in the Megatron world."""
 
     rank: int
-    """Global rank."""
+    """Number of this rank in the world, from 0."""
     size: int
-    """Number of ranks."""
+    """Number of ranks in the world."""
     layout: Layout
-    """Division of the model among the ranks."""
+    """How the model is divided among the ranks."""
     device: torch.device
-    """This rank's device."""
+    """Device on which this rank computes: a GPU or the CPU."""
     tp_rank: int
     """Tensor-parallel rank: its index among the ranks that share each matrix."""
     tp_size: int
     """Number of tensor-parallel ranks, which share each matrix."""
     pp_rank: int
-    """Pipeline stage."""
+    """Number of this rank's pipeline stage, from 0."""
     pp_size: int
     """Number of pipeline stages."""
     cp_rank: int
@@ -83,35 +83,35 @@ class World:
     dp_size: int
     """Number of data-parallel ranks, which train on different groups."""
     gather: GatherGroups
-    """Groups for gathering weights in a thread beside training, separate from training's own groups."""
+    """Process groups for gathering weights in a thread beside training, separate from training's own."""
     gather_in_training: GatherGroups
-    """Groups of the same ranks, for gathering weights in the training thread."""
+    """Process groups for gathering weights in the training thread: training's own, of the same ranks."""
     disk: DiskWork
     """Coordinates disk work with the other ranks."""
 
     def stage_layers(self, layers: int) -> list[list[int]]:
-        """Return each stage's layers of a model with `layers` layers, chunk after chunk."""
+        """Return the layer numbers of each pipeline stage, chunk after chunk, for a model of `layers` layers."""
         layout = self.layout
         stages = chunk_layers(layers, self.pp_size, layout.pipeline_layers, layout.pipeline_chunks)
         return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
 
     def layers_of(self, layers: int) -> list[int]:
-        """Return this stage's layers of a model with `layers` layers, chunk after chunk."""
+        """Return the layer numbers of this pipeline stage, chunk after chunk, for a model of `layers` layers."""
         return self.stage_layers(layers)[self.pp_rank]
 
     @property
     def first_stage(self) -> bool:
-        """True if this rank has the embedding."""
+        """True if this rank is in the first pipeline stage, which has the embedding."""
         return self.pp_rank == 0
 
     @property
     def last_stage(self) -> bool:
-        """True if this rank computes log-probs and the loss."""
+        """True if this rank is in the last pipeline stage, which computes log-probs and the loss."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def first_of_replica(self) -> bool:
-        """True on the first of the ranks with one data-parallel rank, all of which get the same results of a pass."""
+        """True on the first rank of each data-parallel replica. All ranks of a replica get the same results."""
         return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
 
@@ -194,7 +194,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
 def _rendezvous_store(rank: int, seconds: float) -> dist.Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 hosts it, on that address only, unless torchrun does.
 
-    With ranks on several hosts, keys depend on the start's number: ranks left from an earlier start use other keys.
+    With ranks on several hosts, each start has its own keys, so ranks left from an earlier start do no harm.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -214,7 +214,7 @@ def _disk_work(store: dist.Store, rank: int, size: int, config: TrainerConfig) -
 
 
 def _gather_groups(timeout: timedelta) -> GatherGroups:
-    """Create the groups. torch requires that every rank creates every group, in the same order."""
+    """Create the process groups for gathering weights. torch requires all groups on all ranks, in the same order."""
     source = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -238,7 +238,7 @@ def _gather_groups(timeout: timedelta) -> GatherGroups:
 
 
 def _training_groups(gather: GatherGroups) -> GatherGroups:
-    """Return groups of the same ranks as those in `gather`, for use in the training thread."""
+    """Return training's own process groups of the same ranks, to gather weights in the training thread."""
     return replace(
         gather,
         dense=None if gather.dense is None else parallel_state.get_tensor_model_parallel_group(),

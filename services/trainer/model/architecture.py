@@ -27,16 +27,16 @@ class ModelFileError(FailedPrecondition):
 
 @dataclass(frozen=True)
 class Rope:
-    """A model's rotary embedding."""
+    """Parameters of a model's rotary position embedding."""
 
     theta: float
-    """Base of the frequencies."""
+    """Base of the rotary frequencies."""
     scaling: str = "default"
-    """The scaling: a key of `SCALINGS`."""
+    """Scaling to longer contexts: a key of `SCALINGS`."""
     parameters: dict[str, Any] = field(default_factory=dict)
-    """The scaling's parameters, under transformers' names."""
+    """Parameters of the scaling, named as in transformers."""
     share: float = 1.0
-    """Share of each head's width, from its beginning, that is rotated (`partial_rotary_factor`)."""
+    """Rotated share of each head's width, from its beginning (`partial_rotary_factor`)."""
     sections: tuple[int, ...] = ()
     """Numbers of frequencies for time, row and column in M-RoPE (Qwen2-VL, arXiv 2409.12191), interleaved as in
     Qwen3-VL; empty: positions have one axis."""
@@ -46,7 +46,7 @@ class Rope:
         return int(head_size * self.share)
 
     def rotary(self, head_size: int) -> Rotary:
-        """Return the frequencies for heads of `head_size`, in float32 on the CPU, and the factor of cosine and sine."""
+        """Return the rotary embedding of heads of `head_size`: float32 frequencies on the CPU, and the scale."""
         size = self.rotated(head_size)
         found = SCALINGS[self.scaling](self, size)
         if not self.sections:
@@ -62,7 +62,7 @@ def read_rope(config: dict[str, Any], *, partial: bool = False) -> Rope:
 
     Args:
         config: the config.json.
-        partial: whether the family may rotate only a part of each head.
+        partial: True if the family may rotate only a part of each head.
 
     Raises:
         ModelError: the scaling isn't supported or lacks a parameter.
@@ -110,12 +110,12 @@ def _default(rope: Rope, size: int) -> Rotary:
 
 
 def _linear(rope: Rope, size: int) -> Rotary:
-    """Position interpolation (arXiv 2306.15595): positions divided by the factor."""
+    """Position interpolation (arXiv 2306.15595): divide all frequencies by the scaling factor."""
     return Rotary(_default(rope, size).frequencies / rope.parameters["factor"])
 
 
 def _llama3(rope: Rope, size: int) -> Rotary:
-    """Scale the low frequencies down as Llama 3.1 does (arXiv 2407.21783, section 3.4)."""
+    """Divide low frequencies by the scaling factor, as Llama 3.1 does (arXiv 2407.21783, section 3.4)."""
     given, frequencies = rope.parameters, _default(rope, size).frequencies
     low, high = given["low_freq_factor"], given["high_freq_factor"]
     wavelengths = 2 * math.pi / frequencies
@@ -124,7 +124,7 @@ def _llama3(rope: Rope, size: int) -> Rotary:
 
 
 def _yarn(rope: Rope, size: int) -> Rotary:
-    """YaRN (arXiv 2309.00071, section 3): interpolate low frequencies, keep high ones, and scale the scores."""
+    """YaRN (arXiv 2309.00071, section 3): interpolate low frequencies, keep high ones, scale attention scores."""
     given, frequencies = rope.parameters, _default(rope, size).frequencies
     factor, trained = given["factor"], given["original_max_position_embeddings"]
 
@@ -159,19 +159,20 @@ SCALINGS: dict[str, Callable[[Rope, int], Rotary]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""Functions that compute the rotary embedding for a rotated width, by the scaling's name in transformers."""
+"""Functions that compute a rotary embedding from its parameters and the rotated width of a head, by the scaling's name
+in transformers."""
 
 
 @dataclass(frozen=True)
 class ExpertArchitecture:
-    """The mixture-of-experts part of a model."""
+    """Sizes and switches of a model's mixture of experts."""
 
     count: int
     """Experts per layer."""
     per_token: int
     """Number of experts that each token is routed to."""
     ffn_size: int
-    """Inner width of one expert."""
+    """Inner width of one expert's MLP."""
     normalize: bool
     """True if the chosen experts' weights are normalised to add up to 1."""
     shared_ffn_size: int | None
@@ -179,7 +180,7 @@ class ExpertArchitecture:
 
 
 VISUAL, AUDIO_TOWER = "visual", "audio_tower"
-"""Names of the towers for images and videos, and for sounds, as in Hugging Face's modules."""
+"""Hugging Face's names of the vision tower (images and videos) and the audio tower."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,11 @@ class TowerArchitecture:
     """A tower: transformers' module that converts media to rows as wide as the decoder's hidden states."""
 
     name: str
-    """VISUAL or AUDIO_TOWER."""
+    """Kind of the tower: VISUAL or AUDIO_TOWER."""
     prefix: str
-    """Prefix of its tensors' names in Hugging Face's files."""
+    """Prefix of the tower's tensor names in Hugging Face's files."""
     source: str
-    """Name of its class in transformers."""
+    """Name of the tower's class in transformers."""
     config: str
     """The tower's section of config.json, as JSON text."""
 
@@ -201,9 +202,9 @@ class Architecture:
     """Sizes and switches of a decoder-only model, with its towers if it has any."""
 
     model_type: str
-    """Hugging Face's name of the family."""
+    """Hugging Face's `model_type`, the name of the model family."""
     vocab_size: int
-    """Number of rows of the embedding."""
+    """Vocabulary size: number of rows of the embedding."""
     hidden_size: int
     """Width of the residual stream."""
     ffn_size: int
@@ -215,15 +216,15 @@ class Architecture:
     kv_heads: int
     """Number of key-value heads."""
     head_size: int
-    """Width of a head."""
+    """Width of an attention head."""
     norm_epsilon: float
-    """RMSNorm's epsilon."""
+    """Epsilon of the RMSNorms."""
     max_positions: int
     """Maximum sequence length that the model supports."""
     tied_embeddings: bool
-    """True if the output layer is the embedding."""
+    """True if the output layer shares the embedding's weights."""
     rope: Rope
-    """Rotary embedding."""
+    """Rotary position embedding."""
     qk_norm: bool = False
     """True if queries and keys are normalised per head."""
     qkv_bias: bool = False
@@ -233,14 +234,14 @@ class Architecture:
     experts: ExpertArchitecture | None = None
     """Mixture of experts, or None for a dense model."""
     window: int | None = None
-    """Number of tokens that a token of a `windowed` layer attends to, itself included; None without such layers."""
+    """Sliding window of `windowed` layers, in tokens, with the attending token; None without such layers."""
     windowed: tuple[bool, ...] = ()
     """For each layer, True if its attention is limited to `window`; empty if `window` is None."""
     output_gate: bool = False
-    """True if attention's output is multiplied by the sigmoid of a gate."""
+    """True if a sigmoid gate multiplies attention's output."""
     zero_centred_norms: bool = False
-    """True if norms multiply by 1 + weight."""
+    """True if RMSNorms multiply by 1 + weight instead of weight."""
     delta_net: DeltaNetSizes | None = None
     """Sizes of the gated delta nets that replace attention in some layers; None: all layers have attention."""
     towers: tuple[TowerArchitecture, ...] = ()
-    """Towers for media; empty for a text model."""
+    """Vision and audio towers; empty for a text model."""

@@ -1,4 +1,4 @@
-"""A family of models: how to read its config.json, and which tensors a layer has.
+"""A family of models: how to read a config.json, and which tensors a layer has.
 
 A tensor rule says which Hugging Face tensors make up a Megatron parameter, how to fuse and shard them, and how to
 restore them.
@@ -19,33 +19,33 @@ class ParameterLayout(Protocol):
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's parameter."""
+        """Return the Megatron parameter of rank `rank`, built from the Hugging Face tensors."""
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the parts, of the given shapes, from all ranks' parameters in rank order."""
+        """Return the Hugging Face tensors, of the given shapes, from the parameters of all ranks in order."""
 
 
 class Replicated:
-    """Layout of a parameter with one part, which every rank has whole."""
+    """Layout that copies one Hugging Face tensor whole to every rank."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return the part."""
+        """Return the tensor unchanged."""
         return parts[0]
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the first rank's parameter, which is the same on all ranks."""
+        """Return the tensor of the first rank; all ranks have the same."""
         return [shards[0]]
 
 
 class ShardedColumns:
-    """Layout of a parameter with one part: each rank has a block of columns (Megatron's row-parallel linear layers)."""
+    """Layout that gives each rank a block of columns of one tensor, as Megatron's row-parallel linear layers need."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's columns."""
+        """Return this rank's columns of the tensor."""
         return parts[0].chunk(size, dim=1)[rank]
 
     @staticmethod
@@ -55,14 +55,14 @@ class ShardedColumns:
 
 
 class ShardedRows:
-    """Layout in which each rank has a block of every part's rows (column-parallel layers, gate and up, embeddings).
+    """Layout that gives each rank a block of rows of every part (column-parallel layers, gate and up, embeddings).
 
     If the number of ranks doesn't divide the rows (of a vocabulary), zeros pad the last ranks' blocks.
     """
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's rows of each part."""
+        """Return this rank's rows of every part, one part after the other."""
         blocks = []
         for part in parts:
             rows = -(-part.shape[0] // size)
@@ -82,24 +82,24 @@ class ShardedRows:
 
 
 class QueryKeyValue:
-    """Layout in which each rank has whole key-value heads, each after its query heads: q q q k v, q q q k v ..."""
+    """Layout that gives each rank whole key-value heads, each after its query heads: q q q k v, q q q k v ..."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's heads."""
+        """Return this rank's query, key and value heads, as one matrix."""
         heads = [part.view(shape.kv_heads, -1, shape.head_size, part.shape[-1]) for part in parts]
         mine = torch.cat([part.chunk(size)[rank] for part in heads], dim=1)
         return mine.reshape(-1, mine.shape[-1])
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return queries, keys and values of all heads."""
+        """Return the query, key and value matrices of all heads."""
         full = shards[0] if len(shards) == 1 else torch.cat(tuple(shards))
         return [part.reshape(-1, full.shape[-1]) for part in QueryKeyValue.heads(full, shape)]
 
     @staticmethod
     def heads(parameter: Tensor, shape: Architecture) -> Sequence[Tensor]:
-        """Return views of the queries, keys and values of a whole parameter: [key-value head, head, size, hidden].
+        """Return views of queries, keys and values in an unsharded parameter: [key-value head, head, size, hidden].
 
         A query's output gate counts as a query.
         """
@@ -108,16 +108,16 @@ class QueryKeyValue:
 
 
 class QueryKeyValueBias:
-    """The biases of `QueryKeyValue`, in the same order."""
+    """Layout of the query, key and value biases, in the order of `QueryKeyValue`."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's heads."""
+        """Return this rank's query, key and value biases, as one vector."""
         return QueryKeyValue.shard([part.unsqueeze(-1) for part in parts], rank, size, shape).squeeze(-1)
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return queries, keys and values of all heads."""
+        """Return the query, key and value biases of all heads."""
         merged = QueryKeyValue.merge([shard.unsqueeze(-1) for shard in shards], shapes, shape)
         return [part.squeeze(-1) for part in merged]
 
@@ -125,8 +125,7 @@ class QueryKeyValueBias:
 def views_of(
     layout: type[ParameterLayout], parameter: Tensor, shapes: Sequence[tuple[int, ...]], shape: Architecture
 ) -> Sequence[Tensor]:
-    """Return views of a whole parameter that, reshaped, equal the result of `merge`; empty if there are no such
-    views."""
+    """Return the Hugging Face tensors of an unsharded parameter as views, up to a reshape; [] if that needs copies."""
     if layout is QueryKeyValue:
         return QueryKeyValue.heads(parameter, shape)
     parts = layout.merge([parameter], shapes, shape)
@@ -136,39 +135,39 @@ def views_of(
 
 @dataclass(frozen=True)
 class Rule:
-    """Maps a Megatron parameter to its Hugging Face tensors: one row of the table of a model's tensors."""
+    """Tensor rule: maps a Megatron parameter to the Hugging Face tensors that make it up."""
 
     megatron: str
     """Name of the Megatron parameter; {layer} counts within the stage, or one of its chunks."""
     layout: type[ParameterLayout]
-    """Fusion and sharding of the parameter."""
+    """Layout that fuses and shards the parameter."""
     parts: tuple[tuple[str, str], ...]
     """Hugging Face tensors: name ({layer} and {expert} count over the whole model) and shape, as names of
     sizes (`parameter_entries.py`) and their sums, such as "query+kv+kv hidden"."""
     exported: bool = True
     """True if this rule exports the tensor; False if another rule does."""
     stacked: bool = False
-    """True if an expert's tensors are slices, at the expert's number, of tensors that stack a layer's experts."""
+    """True if the files stack a layer's experts in one tensor, so that an expert's tensors are slices of it."""
 
 
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _EMBEDDING = ("model.embed_tokens.weight", "vocab hidden")
 
 FIRST = (Rule("embedding.word_embeddings.weight", ShardedRows, (_EMBEDDING,)),)
-"""Rules of the first stage."""
+"""Tensor rule of the embedding, on the first pipeline stage."""
 
 LAST = (Rule("decoder.final_layernorm.weight", Replicated, (("model.norm.weight", "hidden"),)),)
-"""Rules of the last stage."""
+"""Tensor rule of the final norm, on the last pipeline stage."""
 
 LAST_UNTIED = (Rule("output_layer.weight", ShardedRows, (("lm_head.weight", "vocab hidden"),)),)
-"""Rules of an untied output layer, on the last stage."""
+"""Tensor rule of an untied output layer, on the last pipeline stage."""
 
 LAST_TIED = (Rule("output_layer.weight", ShardedRows, (_EMBEDDING,), exported=False),)
-"""Rules of the last stage's copy of a tied embedding; unused if the last stage is also the first."""
+"""Tensor rule of the last stage's copy of a tied embedding; unused with a single pipeline stage."""
 
 
 def layer_rule(megatron: str, layout: type[ParameterLayout], parts: Mapping[str, str]) -> Rule:
-    """Return a rule of a layer; `megatron` and the keys of `parts` are names within the layer."""
+    """Return a tensor rule of a layer. `megatron` and the keys of `parts` are names within the layer."""
     named = tuple((f"{HF_LAYER}.{name}", sizes) for name, sizes in parts.items())
     return Rule(f"{LAYER}.{megatron}", layout, named)
 
@@ -177,7 +176,7 @@ NORMS = (
     layer_rule("input_layernorm.weight", Replicated, {"input_layernorm.weight": "hidden"}),
     layer_rule("pre_mlp_layernorm.weight", Replicated, {"post_attention_layernorm.weight": "hidden"}),
 )
-"""Rules of the norms before attention and MLP."""
+"""Tensor rules of the norms before attention and MLP."""
 
 
 def _qkv(queries: str) -> Rule:
@@ -187,23 +186,23 @@ def _qkv(queries: str) -> Rule:
 
 
 QKV = _qkv("query")
-"""Rule of the projection to queries, keys and values."""
+"""Tensor rule of the projection to queries, keys and values."""
 GATED_QKV = _qkv("query+query")
-"""Rule of the projection to queries, keys and values, with an output gate after each query head."""
+"""Tensor rule of the projection to queries, keys and values, with an output gate after each query head."""
 QK_NORM = tuple(
     layer_rule(f"self_attention.{x}_layernorm.weight", Replicated, {f"self_attn.{x}_norm.weight": "head"}) for x in "qk"
 )
-"""Rules of the query and key norms."""
+"""Tensor rules of the query and key norms."""
 QKV_BIAS = layer_rule(
     "self_attention.linear_qkv.bias",
     QueryKeyValueBias,
     {"self_attn.q_proj.bias": "query", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"},
 )
-"""Rule of the fused bias of the query, key and value projections."""
+"""Tensor rule of the fused bias of the query, key and value projections."""
 OUTPUT = layer_rule("self_attention.linear_proj.weight", ShardedColumns, {"self_attn.o_proj.weight": "hidden query"})
-"""Rule of attention's output projection."""
+"""Tensor rule of attention's output projection."""
 OUTPUT_BIAS = layer_rule("self_attention.linear_proj.bias", Replicated, {"self_attn.o_proj.bias": "hidden"})
-"""Rule of the bias of attention's output projection."""
+"""Tensor rule of the output projection's bias in attention."""
 
 
 def _gate_up(megatron: str, mlp: str, width: str) -> Rule:
@@ -212,18 +211,18 @@ def _gate_up(megatron: str, mlp: str, width: str) -> Rule:
 
 
 GATE_UP = _gate_up("mlp.linear_fc1.weight", "mlp", "ffn")
-"""Rule of a dense MLP's first matrix: gate, up."""
+"""Tensor rule of a dense MLP's first matrix, which fuses gate and up."""
 DOWN = layer_rule("mlp.linear_fc2.weight", ShardedColumns, {"mlp.down_proj.weight": "hidden ffn"})
-"""Rule of a dense MLP's second matrix."""
+"""Tensor rule of a dense MLP's second matrix (down)."""
 ROUTER = layer_rule("mlp.router.weight", Replicated, {"mlp.gate.weight": "experts hidden"})
-"""Rule of the router."""
+"""Tensor rule of the matrix that routes tokens to experts."""
 EXPERT = (
     _gate_up("mlp.experts.linear_fc1", "mlp.experts.{expert}", "expert_ffn"),
     layer_rule(
         "mlp.experts.linear_fc2", ShardedColumns, {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"}
     ),
 )
-"""Rules of one expert, which is a part of the parameters of all the rank's experts."""
+"""Tensor rules of one expert, a slice of the parameters that hold all experts of a rank."""
 SHARED_EXPERT = (
     _gate_up("mlp.shared_expert.linear_fc1.weight", "mlp.shared_expert", "shared_ffn"),
     layer_rule(
@@ -233,13 +232,13 @@ SHARED_EXPERT = (
     ),
     layer_rule("mlp.shared_expert_gate.weight", Replicated, {"mlp.shared_expert_gate.weight": "one hidden"}),
 )
-"""Rules of the shared expert and its gate."""
+"""Tensor rules of the shared expert and its gate."""
 
 
 def stacked_expert(
     gate_up: tuple[type[ParameterLayout], str], *, down: tuple[type[ParameterLayout], str]
 ) -> tuple[Rule, ...]:
-    """Return the rules of one expert, for files that stack all experts of a layer in one tensor.
+    """Return the tensor rules of one expert, for files that stack a layer's experts in one tensor.
 
     `gate_up` and `down`: layout and shape of one expert's part of each tensor.
     """
@@ -251,12 +250,12 @@ def stacked_expert(
 
 
 def layer_rules(shape: Architecture, layer: int) -> tuple[Rule, ...]:
-    """Return the rules of a layer with Llama's names, without its routed experts' rules."""
+    """Return the tensor rules of a layer with Llama's names, except those of routed experts."""
     return (*NORMS, *attention_rules(shape), *mlp_rules(shape))
 
 
 def attention_rules(shape: Architecture) -> tuple[Rule, ...]:
-    """Return the rules of a layer's attention."""
+    """Return the tensor rules of a layer's attention."""
     return (
         GATED_QKV if shape.output_gate else QKV,
         OUTPUT,
@@ -267,7 +266,7 @@ def attention_rules(shape: Architecture) -> tuple[Rule, ...]:
 
 
 def mlp_rules(shape: Architecture) -> tuple[Rule, ...]:
-    """Return the rules of a layer's MLP, without its routed experts' rules."""
+    """Return the tensor rules of a layer's MLP, except those of routed experts."""
     experts = shape.experts
     return (
         *([GATE_UP, DOWN] if experts is None else [ROUTER]),
@@ -276,12 +275,12 @@ def mlp_rules(shape: Architecture) -> tuple[Rule, ...]:
 
 
 Config = dict[str, Any]
-"""A config.json."""
+"""The parsed content of a config.json."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: one `model_type` of Hugging Face."""
+    """A family of models: those of one Hugging Face `model_type`."""
 
     read: Callable[[Config], Architecture]
     """Function that reads a config.json, mostly with `decoder`. Raises ModelError, or KeyError for a missing field."""
@@ -293,11 +292,11 @@ class Family:
     prefix: str = "model."
     """Prefix of the decoder's tensor names in Hugging Face's files."""
     outer: str = ""
-    """Prefix of the output layer's name."""
+    """Prefix of the output layer's tensor name in Hugging Face's files."""
 
 
 def decoder(config: Config, *, partial_rotary: bool = False, **switches: Any) -> Architecture:
-    """Read the fields that all families have in common.
+    """Read an architecture from the config.json fields that all families have in common.
 
     Args:
         config: the config.json. Where a family's defaults differ from Llama's, pass `{"name": default, **config}`.
@@ -333,7 +332,7 @@ def decoder(config: Config, *, partial_rotary: bool = False, **switches: Any) ->
 
 
 def experts(config: Config, shared_ffn_size: int | None = None) -> ExpertArchitecture:
-    """Read the routed experts of Qwen's mixtures.
+    """Read the architecture of the routed experts from a Qwen config.json.
 
     Raises:
         ModelError: some layers have no experts.

@@ -32,21 +32,21 @@ from services.trainer.model.family import Replicated, views_of
 from services.trainer.model.parameter_entries import ALONE, HFTensor, ParameterEntry, entries
 
 MAX_FILE_BYTES = 4 << 30
-"""Size, in bytes, from which a written safetensors file gets no more tensors, except a layer's further experts."""
+"""Size in bytes at which a new safetensors file begins. A layer's experts stay in one file."""
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", ".onnx")
 
 
 @dataclass(frozen=True)
 class HFTensorSpec(TensorSpec):
-    """An exported tensor, as broadcasts send it."""
+    """An exported tensor, as broadcasts send it: name, dtype, shape and pipeline stage."""
 
     stage: int
-    """Pipeline stage of its source rank."""
+    """Pipeline stage that holds the tensor."""
 
 
 def hf_tensor_specs(shape: Architecture, dtype: torch.dtype, layout: Layout = ALONE) -> list[HFTensorSpec]:
-    """List the exported tensors of all stages, in the order of `gather_hf_tensors`."""
+    """List the exported tensors of all pipeline stages, in the order of `gather_hf_tensors`."""
     return [
         HFTensorSpec(part.name, dtype, part.whole_shape, stage)
         for stage in range(layout.pipeline)
@@ -59,7 +59,7 @@ def hf_tensor_specs(shape: Architecture, dtype: torch.dtype, layout: Layout = AL
 
 
 class HFFolder:
-    """The safetensors files of a model folder, opened when needed."""
+    """Reads tensors from the safetensors files of a model folder. Files are opened when needed."""
 
     def __init__(self, folder: Path) -> None:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -73,7 +73,7 @@ class HFFolder:
             raise ModelFileError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
 
     def read(self, wanted: HFTensor) -> Tensor:
-        """Read one tensor, or one part of a stacked tensor, whose parts may be stored transposed.
+        """Read a tensor, or one slice of a stacked tensor, which may be stored transposed.
 
         Raises:
             ModelError: the tensor is missing, or it has another shape.
@@ -101,7 +101,7 @@ class HFFolder:
 
 
 ROUNDING = "rounding"
-"""Attribute of a bfloat16 parameter with its rounding error: the float32 weight minus the parameter, in bfloat16."""
+"""Attribute of a bfloat16 parameter with its rounding error, in bfloat16: the float32 weight minus the parameter."""
 
 
 @torch.no_grad()
@@ -157,28 +157,28 @@ def load_hf(
 
 
 class ExportedParameter:
-    """A parameter of this rank, or an expert's part of it, and the Hugging Face tensors in it."""
+    """A parameter of this rank, or one expert's slice of it, with the Hugging Face tensors that it holds."""
 
     def __init__(self, entry: ParameterEntry, parameter: Tensor) -> None:
         self.entry = entry
         self.parameter = parameter
         self._views: list[tuple[HFTensor, Tensor]] = []
-        """The parameter's tensors, as views of it. Created once: creating them for each broadcast takes the host longer
+        """Hugging Face tensors as views of the parameter. Created once: creating views for each broadcast takes longer
         than the GPU needs to send them."""
 
     @property
     def part(self) -> Tensor:
-        """The entry's part of the parameter, a view."""
+        """View of the parameter, or of one expert's slice of it."""
         return self.entry.of(self.parameter.detach())
 
     def tensors(self, shards: Sequence[Tensor], number: int, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
-        """Return the tensors of expert-parallel rank `number`, merged from all their shards."""
+        """Merge shards into Hugging Face tensors. `number`: the shards' expert-parallel rank; 0 if not an expert."""
         parts = self.entry.parts[number]
         merged = self.entry.layout.merge(shards, [part.shape for part in parts], shape)
         return list(zip(parts, merged, strict=True))
 
     def own_tensors(self, shape: Architecture) -> list[tuple[HFTensor, Tensor]]:
-        """Return the tensors of a parameter that isn't sharded, without gathering."""
+        """Return the Hugging Face tensors of a parameter that this rank has whole."""
         memory = self.parameter.untyped_storage().data_ptr()
         if not self._views or self._views[0][1].untyped_storage().data_ptr() != memory:
             parts = self.entry.parts[0]
@@ -190,7 +190,7 @@ class ExportedParameter:
 
 
 def exported_parameters(model: torch.nn.Module, shape: Architecture, world: World) -> list[ExportedParameter]:
-    """List this rank's exported parameters for `gather_hf_tensors`. They stay the same for the model's lifetime."""
+    """List this rank's exported parameters for `gather_hf_tensors`. The list is valid for the model's lifetime."""
     parameters = dict(model.named_parameters())
     return [
         ExportedParameter(entry, parameters[entry.megatron])
@@ -202,7 +202,7 @@ def exported_parameters(model: torch.nn.Module, shape: Architecture, world: Worl
 def gather_hf_tensors(
     exported: Sequence[ExportedParameter], shape: Architecture, world: World, groups: GatherGroups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gather this stage's tensors, one at a time, on its source rank.
+    """Gather the weights of this pipeline stage on its source rank, one tensor at a time.
 
     All ranks of the first data-parallel replica call it together; other ranks do nothing. Only source ranks yield
     tensors. Pass `world.gather_in_training` as `groups` in the training thread, `world.gather` in a thread beside it
@@ -225,7 +225,7 @@ def gather_hf_tensors(
 def _gathered(
     exported: Sequence[ExportedParameter], shape: Architecture, world: World, groups: GatherGroups
 ) -> Iterator[tuple[HFTensor, Tensor]]:
-    """Gather tensors like `gather_hf_tensors`, stacked ones part by part."""
+    """Gather tensors like `gather_hf_tensors`, but yield stacked tensors slice by slice."""
     for parameter in exported:
         entry = parameter.entry
         group = groups.experts if entry.expert else groups.dense
@@ -317,7 +317,7 @@ def save_hf(
 
 
 def _file_numbers(shape: Architecture, stage: int, world: World, dtype: torch.dtype) -> list[int]:
-    """Return the file number, from 0, of each of a stage's `exported_parameters`, given MAX_FILE_BYTES.
+    """Assign each of a stage's exported parameters to a file of about MAX_FILE_BYTES. Return the file numbers, from 0.
 
     A layer's experts, which may be one tensor, are in one file.
     """
@@ -344,8 +344,7 @@ def _write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> 
 
 
 def copy_small_files(original: Path, folder: Path, dtype: torch.dtype, chat_template: str | None = None) -> None:
-    """Copy all files except weights; set the written element type in config.json, and the chat template if it
-    changed."""
+    """Copy a model folder's files except weights. Set the dtype in config.json, and the chat template if given."""
     for path in sorted(original.iterdir()):
         if path.is_file() and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
@@ -362,15 +361,15 @@ def copy_small_files(original: Path, folder: Path, dtype: torch.dtype, chat_temp
 
 
 class KeptWeights:
-    """Copies of the parameters that this rank gathers or sends. Their memory is allocated once, pinned for a GPU."""
+    """Host copies of the weights that this rank gathers or sends, allocated once, in pinned memory if it has a GPU."""
 
     def __init__(self, exported: Sequence[ExportedParameter], world: World) -> None:
-        """Allocate the copies. `exported`: the parameters that may change."""
+        """Allocate the host copies. `exported`: the parameters to copy."""
         self._device = world.device
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """(parameter, copy) by the parameter's id. Experts of a layer share a parameter."""
+        """Pairs of parameter and copy, by the parameter's `id()`. Experts of a layer share a parameter."""
         self.exported: list[ExportedParameter] = []
-        """The copies, for `gather_hf_tensors`."""
+        """Exported parameters that read the copies, for `gather_hf_tensors`."""
         for one in exported:
             if (world.gather.experts if one.entry.expert else world.gather.dense) is None:
                 continue  # `gather_hf_tensors` skips it on this rank
@@ -389,7 +388,7 @@ class KeptWeights:
 
 
 class _KeptParameter(ExportedParameter):
-    """A parameter's copy on the host, or an expert's part of it; moved to the device when sent."""
+    """A parameter's copy on the host, or one expert's slice of it. Sending moves it to the device."""
 
     def __init__(self, entry: ParameterEntry, copy: Tensor, device: torch.device) -> None:
         super().__init__(entry, copy)

@@ -50,10 +50,10 @@ from services.trainer.transformer.mlp import DenseMLP
 
 @dataclass
 class PolicyConfig(TransformerConfig):
-    """Megatron's configuration, with the settings of our layers."""
+    """Megatron's transformer configuration, plus the settings of relaxd's layers."""
 
     selective_layers: int = 0
-    """Number of each pipeline stage's first layers that recompute most of their tensors in the backward pass."""
+    """Number of layers at the beginning of each pipeline stage that recompute most tensors in the backward pass."""
     attention_output_bias: bool = False
     """True if attention's output projection has a bias."""
     delta_net: DeltaNetSizes | None = None
@@ -61,21 +61,21 @@ class PolicyConfig(TransformerConfig):
 
 
 class PackedLayer(TransformerLayer):
-    """Norm, attention, norm, MLP or experts, each half added to the residual."""
+    """Transformer layer: norm and attention, then norm and MLP or experts. Both halves are added to the residual."""
 
     config: PolicyConfig
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._index = _index_in_stage(self.layer_number - 1, self.config, named.get("vp_stage"))
-        """Number of the layer within this pipeline stage, from 0, chunk after chunk."""
+        """This layer's number within the pipeline stage, from 0, chunk after chunk."""
         self.offload: ActivationOffload | None = None
-        """Offload of this layer's activations to the host, if enabled."""
+        """Offloads this layer's activations to the host; None if disabled."""
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: SequenceLayout, **_: object
     ) -> tuple[Tensor, None]:
-        """Run the layer.
+        """Run the transformer layer on a micro-batch.
 
         Args:
             hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
@@ -128,13 +128,13 @@ class RMSNorm(torch.nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """Factors of the normalised values, [hidden_size]; 1 + weight is at least float32, so that it isn't rounded."""
+        """Scale of the normalised values, [hidden_size]. 1 + weight is at least float32, to avoid rounding."""
         if not self._zero_centred:
             return self.weight
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., hidden_size]."""
+        """Return the RMSNorm of x [..., hidden_size]."""
         return rms_norm(x, self.scale, self.eps)
 
     def of_sum(self, x: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ class PackedSelfAttention(SelfAttention):
     """
 
     def forward(self, hidden_states: Tensor, rotary: Tensor, layout: SequenceLayout, recompute: Recompute) -> Tensor:
-        """Compute attention.
+        """Compute attention of a micro-batch's tokens within their sequences.
 
         Args:
             hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism), T being this
@@ -210,14 +210,14 @@ class PackedSelfAttention(SelfAttention):
 
 
 class OutputProjection(RowParallelLinear):
-    """Megatron's row-parallel layer for attention's output. Megatron's option would add a bias to the MLP as well."""
+    """Attention's output projection, with its own bias setting. Megatron's setting would also add a bias to the MLP."""
 
     def __init__(self, *arguments: Any, config: PolicyConfig, **named: Any) -> None:
         super().__init__(*arguments, config=config, **{**named, "bias": config.attention_output_bias})
 
 
 def block_spec(config: PolicyConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
-    """Return the specification of the layers of this pipeline stage, or of one of its chunks, dense or with experts."""
+    """Return Megatron's specification of the layers of this pipeline stage, or of one of its chunks."""
     backend = LocalSpecProvider()
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(

@@ -34,43 +34,43 @@ from services.trainer.model.towers import TOWERS, tower_shapes
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One Hugging Face tensor."""
+    """Name and shape of a Hugging Face tensor, or of one slice of a stacked tensor."""
 
     name: str
     """Name of the whole tensor in the Hugging Face folder."""
     shape: tuple[int, ...]
-    """Shape of the tensor, or of one part of a stacked tensor."""
+    """Shape of the tensor, or of one slice of a stacked tensor."""
     index: int = 0
-    """Index of the part in a stacked tensor."""
+    """Index of the slice in a stacked tensor."""
     stack: int = 0
-    """Number of parts of shape `shape` stacked in the named tensor; 0 if the tensor isn't stacked."""
+    """Number of slices in the stacked tensor; 0 if the tensor isn't stacked."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor, with the stack as its first dimension if it is stacked."""
+        """Shape of the whole tensor. The first dimension of a stacked tensor counts its slices."""
         return (self.stack, *self.shape) if self.stack else self.shape
 
     @property
     def is_last(self) -> bool:
-        """True if no part of its tensor follows, in the order of `entries`."""
+        """True unless further slices of the same stacked tensor follow, in the order of `entries`."""
         return self.index + 1 >= self.stack
 
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """One Megatron parameter of one pipeline stage, or an expert's part of it, and the Hugging Face tensors in it."""
+    """A Megatron parameter of a pipeline stage, or one expert's slice of it, and the Hugging Face tensors in it."""
 
     megatron: str
-    """Name of the parameter on its rank."""
+    """Megatron's name of the parameter on its rank."""
     layout: type[ParameterLayout]
-    """Fusion and sharding of the parameter."""
+    """Layout that fuses and shards the parameter."""
     parts: tuple[tuple[HFTensor, ...], ...]
-    """Tensors of the parameter: one tuple, or for an expert one tuple per expert-parallel rank."""
+    """Hugging Face tensors in the parameter: one tuple, or for an expert one tuple per expert-parallel rank."""
     index: int | None
     """Index of the expert on its rank; None: the entry is the whole parameter. The same index means another expert on
     each expert-parallel rank."""
     exported: bool
-    """True if this entry exports its tensors; False if another entry does."""
+    """True if exports take the tensors from this entry; False if they take them from another."""
 
     @property
     def expert(self) -> bool:
@@ -78,16 +78,16 @@ class ParameterEntry:
         return self.index is not None
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return this entry's part of the parameter, a view."""
+        """Return a view of the parameter, or of the expert's slice if this entry is an expert."""
         return parameter if self.index is None else parameter[self.index].flatten(0, -2)
 
 
 ALONE = Layout(1)
-"""The layout of a single rank."""
+"""Layout of a model that one rank holds whole."""
 
 
 def entries(shape: Architecture, stage: int = 0, layout: Layout = ALONE) -> Iterator[ParameterEntry]:
-    """Yield the entries of a pipeline stage, in the order shared by loading, gathering and specs.
+    """Yield the parameter entries of a pipeline stage, in the order in which weights are loaded and gathered.
 
     Args:
         shape: the model's architecture.
@@ -104,7 +104,7 @@ def entries(shape: Architecture, stage: int = 0, layout: Layout = ALONE) -> Iter
 def _chunk_entries(
     shape: Architecture, layers: Sequence[int], ep_size: int, *, first: bool, last: bool
 ) -> Iterator[ParameterEntry]:
-    """Yield the entries of a chunk's layers; `first` and `last`: whether the chunk is the model's first or last."""
+    """Yield the parameter entries of a chunk. `first`, `last`: True for the model's first or last chunk."""
     family = FAMILIES[shape.model_type]
     if first:
         for tower in shape.towers:

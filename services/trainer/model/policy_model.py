@@ -35,7 +35,7 @@ from services.trainer.transformer.sequence_layout import SequenceLayout
 
 
 def check_divisible(folder: Path, config: TrainerConfig) -> None:
-    """Check that the parallel sizes divide a folder's model. Raises ModelError: one doesn't."""
+    """Raise ModelError unless the parallel sizes divide the model in a folder."""
     if wrong := problem(Layout.of_trainer(config), read_shape(folder)):
         raise ModelError(wrong)
 
@@ -136,7 +136,7 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of the policy, or one chunk of a stage.
+    """One pipeline stage of the policy model, or one chunk of a stage.
 
     Logits would be the largest tensor of a training step, so the model doesn't compute them: the last stage returns the
     normalised hidden states, and `logprobs` computes log-probs of the trained tokens in chunks.
@@ -147,14 +147,14 @@ class PolicyModel(GPTModel):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.towers: torch.nn.ModuleDict | None = None
-        """Towers for media, in the model's first chunk; None elsewhere and in text models."""
+        """Vision and audio towers, in the model's first chunk; None in other chunks and in text models."""
         self.tower_outputs = TowerOutputs(KEPT_BYTES, on_host=True)
         """Cached outputs of frozen towers."""
 
     def forward(
         self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout, media: DeviceMedia | None = None
     ) -> Tensor:
-        """Run this stage.
+        """Run this pipeline stage's forward pass on a micro-batch.
 
         Args:
             tokens: int64 [1, T], this rank's slice under context parallelism.
@@ -185,7 +185,7 @@ class PolicyModel(GPTModel):
             layer.offload = offload
 
     def output_weight(self) -> Tensor:
-        """Return this rank's rows of the output layer (embedding if tied): [padded vocabulary / tp_size, hidden]."""
+        """Return this rank's rows of the output layer (or tied embedding): [padded vocabulary / tp_size, hidden]."""
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
@@ -193,7 +193,7 @@ class PolicyModel(GPTModel):
 class InterleavedModel(MegatronModule):
     """A pipeline stage whose chunks alternate with those of other stages (`chunk_layers`).
 
-    Gradient buffers, optimizer and checkpoints see a single model. Only Megatron's schedule knows the chunks.
+    Gradient buffers, optimizer and checkpoints treat the chunks as one model. Only Megatron's schedule sees chunks.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:
@@ -204,11 +204,11 @@ class InterleavedModel(MegatronModule):
 
     @property
     def parts(self) -> list[PolicyModel]:
-        """The chunks, in order."""
+        """The stage's model chunks, in order of their layers."""
         return [cast(PolicyModel, chunk) for chunk in self.chunks]
 
     def shared_embedding_or_output_weight(self) -> Tensor:
-        """Return this stage's copy of the tied embedding; only the first and the last stage have one."""
+        """Return this stage's copy of the tied embedding. Only the first and last pipeline stage have a copy."""
         weight: Tensor = self.parts[0 if self.pre_process else -1].shared_embedding_or_output_weight()
         return weight
 
@@ -219,23 +219,23 @@ class InterleavedModel(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return Megatron's sharded state of each chunk, by the chunk's number, under names in the whole model."""
+        """Return Megatron's sharded state dict of each chunk, by the chunk's number, with names in the whole model."""
         return {str(i): x.sharded_state_dict(prefix, sharded_offsets, metadata) for i, x in enumerate(self.parts)}
 
 
 StageModel = PolicyModel | InterleavedModel
-"""A rank's part of a model."""
+"""The model of one pipeline stage: a single chunk, or interleaved chunks."""
 
 
 def padded_vocab(vocab_size: int, tp_size: int) -> int:
-    """Return the rows of Megatron's embedding: `vocab_size` rounded up to a multiple of `tp_size`."""
+    """Return the number of rows of Megatron's embedding: `vocab_size` rounded up to a multiple of `tp_size`."""
     return -(-vocab_size // tp_size) * tp_size
 
 
 def build_model(
     shape: Architecture, config: PolicyConfig, world: World, kind: type[PolicyModel] = PolicyModel
 ) -> StageModel:
-    """Build this rank's stage of the policy, or of another kind of model, without loading weights."""
+    """Build this rank's pipeline stage of a model of class `kind`, without loading weights."""
     last = world.layout.pipeline_chunks - 1
     chunks = [
         kind(
@@ -258,7 +258,7 @@ def build_model(
 
 
 def _chunks(config: PolicyConfig, world: World) -> list[tuple[int | None, PolicyConfig]]:
-    """Return (chunk, configuration) pairs, with `recompute_num_layers` divided among the stage's first chunks."""
+    """Return each chunk's number and configuration. `recompute_num_layers` is shared out from the first chunk on."""
     if world.layout.pipeline_chunks == 1:
         return [(None, config)]
     found: list[tuple[int | None, PolicyConfig]] = []
@@ -273,18 +273,18 @@ def _chunks(config: PolicyConfig, world: World) -> list[tuple[int | None, Policy
 
 
 def freeze_routers(model: StageModel) -> None:
-    """Exclude the routers from training; gradients still pass through them. Call it before `DataParallel`."""
+    """Exclude expert routers from training. Gradients still pass through routers. Call this before `DataParallel`."""
     for router in routers(model):
         router.requires_grad_(False)
 
 
 def routers(model: torch.nn.Module) -> list[Router]:
-    """Return the routers of this stage by layer; none in a dense model."""
+    """Return the expert routers of this pipeline stage, in order of layers; [] in a dense model."""
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
 def _megatron_layout(stages: list[range]) -> list[list[str]]:
-    """Return a pipeline's layout in Megatron's form."""
+    """Return the list of layer kinds of each pipeline stage, as Megatron wants it."""
     layout = [["decoder"] * len(layers) for layers in stages]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
@@ -296,11 +296,11 @@ def _keep(tensor: Tensor) -> Tensor:
 
 
 VALUE_HEAD = "value_head.weight"
-"""Name of the head's parameter on the last pipeline stage: [1, hidden]. Each tensor-parallel rank has all of it."""
+"""Name of the value head's parameter, [1, hidden], on the last pipeline stage. Tensor-parallel ranks have it whole."""
 
 
 class CriticModel(PolicyModel):
-    """One pipeline stage, or chunk, of the critic. On the last one, a value head of zeros replaces the output layer."""
+    """One pipeline stage, or chunk, of the critic. In the last, a value head of zeros replaces the output layer."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "share_embeddings_and_output_weights": False})
@@ -310,17 +310,17 @@ class CriticModel(PolicyModel):
             torch.nn.init.zeros_(self.value_head.weight)
 
     def output_weight(self) -> Tensor:
-        """Return the value head: [1, hidden]."""
+        """Return the value head's weight: [1, hidden]."""
         return self.value_head.weight
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the state like MegatronModule: GPTModel's method expects an output layer, which a critic lacks."""
+        """Return MegatronModule's sharded state dict. GPTModel's needs an output layer, which a critic lacks."""
         state: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return state
 
 
 def build_critic(shape: Architecture, config: PolicyConfig, world: World) -> StageModel:
-    """Build this rank's stage of the critic, without loading weights."""
+    """Build this rank's pipeline stage of the critic, without loading weights."""
     return build_model(shape, config, world, CriticModel)

@@ -1,4 +1,4 @@
-"""Towers: transformers' modules for media, whole on each rank of the first pipeline stage, and their part in a pass.
+"""Vision and audio towers: transformers' modules for media, whole on each rank of the first pipeline stage.
 
 Each rank replaces the embeddings of the media tokens in its slice by the towers' rows, and adds DeepStack's rows after
 the first layers, so that ranks send nothing. The rows of a frozen tower are cached by item (`TowerOutputs`).
@@ -29,39 +29,39 @@ from services.trainer.model.architecture import AUDIO_TOWER, VISUAL, ModelError,
 from services.trainer.transformer.sequence_layout import DeepStack
 
 TOWERS = "towers"
-"""Name of the towers' module in the model's first stage."""
+"""Name of the module that holds the towers, in the model's first pipeline stage."""
 TOWER_OF_KIND = {IMAGE: VISUAL, VIDEO: VISUAL, AUDIO: AUDIO_TOWER}
-"""Name of the tower for each kind of media."""
+"""Tower that reads each kind of media."""
 KEPT_BYTES = 1 << 31
-"""Default limit of the cached outputs of a model's frozen towers, in bytes of host memory."""
+"""Default limit of the cache of frozen towers' outputs, in bytes of host memory."""
 
 
 @dataclass(frozen=True)
 class DeviceMedia:
-    """The media of a micro-batch on one rank: I different items.
+    """The media of a micro-batch on one rank: I distinct images, videos and sounds.
 
     M rows of the towers' output belong to tokens of this rank's slice.
     """
 
     hashes: tuple[str, ...]
-    """Hashes of the I items."""
+    """Hash of each of the I items."""
     towers: tuple[str, ...]
-    """Tower of each item, by name."""
+    """Name of each item's tower."""
     inputs: Callable[[int], Tensor]
     """Returns the input of an item's tower, by the item's index: patches, float32 [patches, values], or a spectrogram,
     float32 [bands, frames]."""
     grids: Sequence[Grid]
-    """Size of each item."""
+    """Size of each item, as its tower expects it."""
     counts: Sequence[int]
-    """Number of rows of each item."""
+    """Number of output rows, one per token, of each item."""
     rows: Tensor
-    """int64 [M]: indices of these rows in the towers' output."""
+    """Indices of the M rows in the towers' concatenated output, int64 [M]."""
     places: Tensor
-    """int64 [M]: index of each row's token in this rank's slice."""
+    """Index of each row's token in this rank's slice of the micro-batch, int64 [M]."""
 
 
 def build_tower(tower: TowerArchitecture, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Build a tower, without loading weights.
+    """Build a vision or audio tower, without loading weights.
 
     Raises:
         ModelError: transformers refuses the configuration.
@@ -78,16 +78,16 @@ def build_tower(tower: TowerArchitecture, dtype: torch.dtype, device: torch.devi
 
 @lru_cache
 def tower_shapes(tower: TowerArchitecture) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a tower's parameters by name, in their order."""
+    """Return the shapes of a tower's parameters, by name."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in _module(tower).named_parameters()}
 
 
 def media_rows(towers: torch.nn.ModuleDict, media: DeviceMedia, frozen: TowerOutputs) -> tuple[Tensor, DeepStack]:
-    """Return the towers' rows of media.
+    """Run the towers on media, or read frozen towers' outputs from the cache.
 
     Args:
-        towers: the towers.
+        towers: the towers, by name.
         media: the items.
         frozen: cache of the frozen towers' outputs.
 
@@ -113,10 +113,10 @@ def _run_alone(towers: torch.nn.ModuleDict, media: DeviceMedia, item: int) -> li
 
 
 def _run(towers: torch.nn.ModuleDict, media: DeviceMedia, items: Sequence[int]) -> dict[int, list[Tensor]]:
-    """Run the towers for some of the items.
+    """Run the towers on the items with these indices.
 
     Returns:
-        By the item's index: its rows, then its rows for each DeepStack layer (zeros for sounds), [rows, hidden] each.
+        By item index: the output rows, then the rows for each DeepStack layer (zeros for sounds), [rows, hidden] each.
     """
     found: dict[int, list[Tensor]] = {}
     for name, run in _RUNS.items():
@@ -129,13 +129,13 @@ def _run(towers: torch.nn.ModuleDict, media: DeviceMedia, items: Sequence[int]) 
 
 
 def _see(tower: torch.nn.Module, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
-    """Return the concatenated rows of images and videos, then their rows for each DeepStack layer."""
+    """Run the vision tower. Return the output rows of all items, then the rows for each DeepStack layer."""
     seen = tower(torch.cat(list(patches)), torch.tensor(grids, device=patches[0].device), return_dict=True)
     return [seen.pooler_output, *getattr(seen, "deepstack_features", ())]
 
 
 def _hear(tower: torch.nn.Module, spectrograms: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
-    """Return the concatenated rows of sounds.
+    """Run the audio tower. Return the output rows of all sounds.
 
     Each sound runs alone, because the tower's output for less than a second would depend on longer sounds in a batch.
     """
@@ -152,11 +152,11 @@ _RUNS: dict[str, Callable[[torch.nn.Module, Sequence[Tensor], Sequence[Grid]], l
     VISUAL: _see,
     AUDIO_TOWER: _hear,
 }
-"""Functions that run a tower, by the tower's name."""
+"""Function that runs each kind of tower on inputs and their sizes."""
 
 
 class _PatchProduct(torch.nn.Conv3d):
-    """The convolution of a tower's first layer, computed as a matrix product, because each input is one patch.
+    """A tower's patch convolution, computed as a matrix product, because each input is one patch.
 
     torch's convolution takes four times as long on a CPU, and far longer on some GPUs in bfloat16 (transformers, pull
     request 45041).
@@ -167,7 +167,8 @@ class _PatchProduct(torch.nn.Conv3d):
 
 
 class _Cut(torch.autograd.Function):
-    """Cuts the towers' output from its graph. The backward pass sends its gradient and the leaves' into the towers.
+    """Cuts the towers' outputs from their autograd graph. In the backward pass, the gradients of output and leaves go
+    into the towers.
 
     The leaves' gradients are complete by then: the embeddings precede all layers, so a backward pass ends with them.
     """

@@ -59,7 +59,7 @@ def export_checkpoint(run_folder: Path, step: int, out: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the program."""
+    """Run the export with the command line's arguments. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--step", type=int)

@@ -87,12 +87,12 @@ def fork(run_folder: Path, out: Path, start: int, last: int) -> dict[str, Any] |
 
 
 class ForkedSteps:
-    """A run's recorded steps, with columns recomputed under the fork's settings."""
+    """Prepares a run's recorded steps for training under the fork's settings."""
 
     def __init__(
         self, runner: "RoundRunner", world: "World", config: RunConfig, rewards: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """`rewards` has the columns of new rewards, by group."""
+        """`rewards`: columns with new rewards, by group id."""
         self.runner = runner
         self._world = world
         self._config = config
@@ -102,7 +102,7 @@ class ForkedSteps:
         self._makes_advantages = ADVANTAGES in self.runner.columns and config.agent.credit == "sample"
 
     def prepare(self, file: StepFile) -> tuple[StepPlan, dict[str, TrainGroup]]:
-        """Return the plan and groups of a step under the fork's settings. All ranks call it together.
+        """Return a recorded step's plan and groups, recomputed under the fork's settings. Collective.
 
         The division into micro-batches stays. Values that depend on rewards and weights are computed again: advantages,
         prepared columns and the loss's divisors. A group that the algorithm filters has advantages of 0.
@@ -135,7 +135,7 @@ class ForkedSteps:
         return replace(plan, mini_batches=mini_batches, epochs=epochs, whitening=whitening), groups
 
     def _group(self, group_id: str, file: StepFile) -> TrainGroup:
-        """Return a group with the fork's rewards, and with new advantages unless they need the trainer's columns."""
+        """Return a recorded group with the fork's rewards. Recompute its advantages if that needs no forward pass."""
         columns = {**file.groups[group_id], **self._rewards.get(group_id, {})}
         names = [name for name in self.runner.columns if name != ADVANTAGES or not self._makes_advantages]
         if missing := [name for name in names if name not in columns]:
@@ -147,7 +147,7 @@ class ForkedSteps:
         return group.with_columns({ADVANTAGES: self.runner.advantages(group)[0]}) if self._makes_advantages else group
 
     def _prepared(self, plan: StepPlan, groups: Mapping[str, TrainGroup]) -> "PreparedColumns":
-        """Return the columns that forward passes compute, gathered from all ranks."""
+        """Run the forward passes of a step. Return the computed columns of all ranks."""
         from services.trainer.megatron.channels import all_gather
 
         prepared: PreparedColumns = {}
@@ -161,7 +161,7 @@ class ForkedSteps:
 
 
 def print_answers(run_folder: Path, start: int, last: int) -> None:
-    """Print the columns that rewards read, a line of JSON for each recorded group. Raises OfflineError."""
+    """Print the columns that rewards read, as a JSON line for each recorded group. Raises OfflineError."""
     needs = next(stage.needs for stage in stages_for(read_config(run_folder)) if stage.name == "reward")
     for path in step_files(run_folder, last, start).values():
         file = read_step_file(path, names=needs)
@@ -187,7 +187,7 @@ def check(run_folder: Path, start: int, last: int) -> None:
 
 
 def main() -> int:
-    """Run the program."""
+    """Run the fork with the command line's arguments. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--start", type=int, required=True, help="step after which the weights are taken")

@@ -23,7 +23,7 @@ from services.trainer.loop.checkpoint_folders import CheckpointBroken, verify
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS, RANK0_ERROR_SECONDS = 0.1, 5.0
-"""Seconds between two checks of the ranks; maximum seconds to wait for rank 0's own error after another rank failed."""
+"""Seconds between checks of rank processes; maximum seconds to wait for rank 0's error after another rank failed."""
 
 
 class OfflineError(Exception):
@@ -31,7 +31,7 @@ class OfflineError(Exception):
 
 
 def read_config(run_folder: Path) -> RunConfig:
-    """Read the configuration of a run.
+    """Read a run's configuration from its folder.
 
     Raises:
         OfflineError: the folder isn't a run's folder.
@@ -43,7 +43,7 @@ def read_config(run_folder: Path) -> RunConfig:
 
 
 def newest_intact(run_folder: Path, up_to: int) -> int | None:
-    """Return the step of the newest intact checkpoint up to step `up_to`; None if there is none."""
+    """Return the step of the newest intact checkpoint at or before step `up_to`; None if there is none."""
     for step in checkpoint_steps(run_folder):
         if step <= up_to:
             try:

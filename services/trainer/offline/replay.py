@@ -89,7 +89,7 @@ def learner_at(config: RunConfig, run_folder: Path, start: int) -> tuple["Learne
 
 
 def step_files(run_folder: Path, step: int, start: int) -> dict[int, Path]:
-    """Return the files of the steps after `start` up to `step`, by step. Raises OfflineError if one is missing."""
+    """Return the paths of the step files after `start` up to `step`, by step. Raises OfflineError if one is missing."""
     files = {number: step_file_path(run_folder, number) for number in range(start + 1, step + 1)}
     for file in files.values():
         if not file.is_file():
@@ -101,18 +101,18 @@ def step_files(run_folder: Path, step: int, start: int) -> dict[int, Path]:
 
 
 def recorded_metrics(run_folder: Path, step: int) -> dict[str, Any]:
-    """Return a step's line of metrics.jsonl; {} if there is none."""
+    """Return the recorded metrics of a step: its line of metrics.jsonl, or {}."""
     return next((line for line in read_lines(run_folder / METRICS) if line.get("step") == step), {})
 
 
 def skipped_updates(run_folder: Path) -> dict[int, list[int]]:
-    """Return the skipped updates of the steps in ledger.jsonl, by step."""
+    """Return the indices of the updates that steps of ledger.jsonl skipped, by step."""
     lines = read_lines(run_folder / LEDGER)
     return {line["step"]: line["plan"][OUTCOME] for line in lines if OUTCOME in line["plan"]}
 
 
 def main() -> int:
-    """Run the program."""
+    """Run the replay with the command line's arguments. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--step", type=int, required=True)

@@ -59,7 +59,7 @@ def await_run_folder(folder: Path, role: str, begun: datetime) -> None:
 
 
 def await_file(path: Path, role: str, still_waiting: Callable[[Path], None]) -> None:
-    """Wait until a committed step's file or folder exists; call `still_waiting` with it every TICK_SECONDS.
+    """Wait until a committed step's file or folder exists. Call `still_waiting` with its path every TICK_SECONDS.
 
     Raises:
         StepFileError: the file is missing after FILE_SECONDS.
@@ -78,11 +78,14 @@ def await_file(path: Path, role: str, still_waiting: Callable[[Path], None]) -> 
 
 
 UNKNOWN = -1
-"""Placeholder for the loaded weights' step while it is unknown: the ledger must be read."""
+"""Placeholder for the step whose weights are loaded, while this isn't known and the ledger must be read."""
 
 
 class LedgerWeights:
-    """Loads the weights that the ledger names. Call `follow` between two passes, so that one version scores a group."""
+    """Keeps a reference model at the weights that the ledger names.
+
+    Call `follow` between two passes, so that one version scores a whole group.
+    """
 
     def __init__(
         self,
@@ -92,13 +95,13 @@ class LedgerWeights:
         take_over: Callable[[Path], None],
         still_waiting: Callable[[Path], None],
     ) -> None:
-        """Begin with the initial weights.
+        """Start with the weights that the model was loaded with.
 
         Args:
             board: the run's board.
             run_folder: the run's folder.
-            initial: folder of the weights that the model was loaded with.
-            take_over: loads a folder on all ranks.
+            initial: folder of these weights.
+            take_over: loads the weights of a folder on all ranks.
             still_waiting: called repeatedly, with the folder, until the folder exists.
         """
         self._board = board
@@ -109,10 +112,10 @@ class LedgerWeights:
         self._step = UNKNOWN
         self._unavailable = False
         self.weights = ""
-        """Name of the model's weights; "": the initial ones."""
+        """Name of the weights that the model has now; "" for the initial weights."""
 
     def follow(self) -> None:
-        """Load the weights that the ledger names, if they are new. While the board is unavailable, keep the current.
+        """Load the weights that the ledger names, if they are new. Keep the current while the board is unavailable.
 
         Raises:
             StepFileError: the weights aren't in the run's folder.

@@ -36,26 +36,26 @@ from services.trainer.reference_models.model_rank import ModelRank, ModelStage, 
 logger = logging.getLogger(__name__)
 
 Models = Mapping[str, FrozenModel]
-"""The models of this rank, by name."""
+"""This rank's frozen models, by name."""
 
 
 @command
 def compute_columns(
     models: Models, name: str, micro_batches: Sequence[PackedMicroBatch]
 ) -> list[dict[str, NDArray[Any]]]:
-    """Return the columns that a model computes for each micro-batch."""
+    """Run the model `name` on micro-batches. Return the computed columns of each."""
     return models[name].compute(micro_batches)
 
 
 @command
 def take_over(models: Models, folder: Path) -> None:
-    """Load the weights of a Hugging Face folder into the only model. Raises ModelError, ModelFileError."""
+    """Load the weights of a Hugging Face folder into this rank's only model. Raises ModelError, ModelFileError."""
     (model,) = models.values()
     model.load(folder)
 
 
 class FrozenModelRank(ModelRank):
-    """A rank of the reference or the teacher."""
+    """A rank of a reference or teacher replica."""
 
     def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:
         trainer = world_config(config, request.role)
@@ -132,7 +132,7 @@ def _load_models(
     columns: Collection[str],
     report: Callable[[str], None] | None,
 ) -> dict[str, FrozenModel]:
-    """Load a role's models, at least one, by name. They share one Megatron world, with the settings of `trainer`."""
+    """Load a role's frozen models, by name, into one Megatron world with the settings of `trainer`."""
     trained = read_architecture(resolve_model(config.model.path, weights=False)).vocab_size
     needs = create(config.algorithm).needs
     models: dict[str, FrozenModel] = {}

@@ -1,5 +1,4 @@
-"""The service of a frozen model, which reference and teacher run: starts the model's ranks, and ends when a rank
-ends."""
+"""The service of a frozen model, for reference and teacher: starts the model's ranks, and ends when a rank ends."""
 
 import asyncio
 import logging
@@ -22,15 +21,15 @@ from services.trainer.reference_models.followed_folder import await_run_folder
 from services.trainer.service.rank_processes import Rank, RankPool, RankProcesses, rank_gauges
 
 ANSWER_SECONDS = 10.0
-"""Extra seconds, after a drain's deadline, in which rank 0 may still answer."""
+"""Seconds after a drain's deadline in which rank 0 may still answer."""
 DRAIN_MARGIN_SECONDS = 2.0
-"""Seconds of a drain reserved for the answer."""
+"""Seconds at the end of a drain in which rank 0 works no more but answers."""
 
 logger = logging.getLogger(__name__)
 
 
 class ModelService(ReplicaService):
-    """Works on its role's stage with a model in rank processes; idle in runs without the role.
+    """Replica service that works on its role's stage with a model in rank processes. Idle in runs without the role.
 
     If a rank fails, the replica ends and its supervisor starts another. Other replicas get its groups at once, because
     the coordinator sees that the process is gone.
@@ -51,7 +50,7 @@ class ModelService(ReplicaService):
         self._done_before = 0
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """Start the ranks; return once the model is loaded."""
+        """Start the rank processes. Return once they have loaded the model."""
         if self.role not in roles_for(config):
             self._detail = f"this run needs no {self.role} service"
             return
@@ -115,7 +114,7 @@ class ModelService(ReplicaService):
             await self._ranks.rank0.set_paused(False)
 
     async def drain(self, seconds: float) -> int:
-        """Finish held groups; those not finished in time return to the board. Return the number still held."""
+        """Finish held groups, and hand back groups that aren't finished in time. Return the number still held."""
         if self._ranks is not None and self._ranks.ranks:
             soon = max(0.0, seconds - DRAIN_MARGIN_SECONDS)
             if await self._ranks.rank0.hand_back(soon, timeout=seconds + ANSWER_SECONDS):
@@ -132,11 +131,11 @@ class ModelService(ReplicaService):
         )
 
     def _follows(self, config: RunConfig) -> bool:
-        """Return True if the ranks follow the run's ledger, and so need its folder."""
+        """Return True if the ranks load new weights that the ledger names, and so need the run's folder."""
         return bool(config.roles.frozen[self.role].refresh_every)
 
     def _check(self, config: RunConfig, folder: str, begun: datetime) -> None:
-        """Check that this replica can work on a run that began at `begun`, and sees `folder` unless it is empty. Slow.
+        """Check that this replica can work on a run that began at `begun`, and sees its `folder`, if not "". Slow.
 
         Raises:
             DataError, RpcError: the replica can't work on the run.
@@ -162,7 +161,7 @@ class ModelService(ReplicaService):
 
 
 def main(role: str, service: type[ModelService] = ModelService) -> None:
-    """Run the service of a role until it is stopped."""
+    """Run the frozen model's service of a role until it is stopped."""
     asyncio.run(_run(role, service))
 
 

@@ -37,16 +37,16 @@ from services.trainer.batch.sequence_media import GroupMediaReader, SequenceMedi
 from services.trainer.loop.commanded_rank import RankThread
 
 BATCHES_PER_STAGE = 20
-"""Number of micro-batches in a pass for each pipeline stage after the first. A stage then idles for about a twentieth
-of the pass."""
+"""Number of micro-batches in a pass, per pipeline stage after the first. A stage then idles for about a twentieth of
+the pass."""
 LEAST_GROUPS = 2
-"""Minimum number of groups to hold: while one is computed, another is loaded."""
+"""Minimum number of groups to hold: one is computed while another is loaded from the board."""
 
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[str, Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
-"""Function of a model's name and micro-batches that computes the stage's columns on all ranks: for each micro-batch [T]
-or [T, k], aligned with its tokens."""
+"""Computes the stage's columns on all ranks, from a model's name and micro-batches. Returns columns by name for each
+micro-batch: [T] or [T, k], aligned with its T tokens."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class _Group:
     tokens: int
     """Number of tokens in all sequences, with the shared prompt counted once."""
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
-    """The result, filled sequence by sequence: [T] or [T, k] each."""
+    """Computed columns, filled sequence by sequence: [T] or [T, k] each, T tokens without the shared prompt."""
     answer: "Future[Result]" = field(default_factory=Future)
 
     def fill(self, index: int, name: str, values: NDArray[Any]) -> None:
-        """Set the values of a column for the tokens of a sequence."""
+        """Write the values of sequence `index` into a column."""
         if name not in self.columns:
             self.columns[name] = np.zeros((sum(self.lengths), *values.shape[1:]), values.dtype)
         begin = sum(self.lengths[:index])
@@ -76,7 +76,7 @@ class _Group:
 
 
 class ModelStage:
-    """Works on the role's stage. The worker takes, holds and commits groups; `run` computes, in the caller's thread."""
+    """Works on a role's stage. A worker takes and commits groups; `run` computes columns in the caller's thread."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ModelStage:
         reason: DropReason = DropReason.NO_LOGPROBS,
         on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Prepare; `worker.start` begins to take groups.
+        """Create the stage. Groups are taken once `worker.start` is called.
 
         Args:
             board: the run's board.
@@ -106,7 +106,7 @@ class ModelStage:
             consumer: the replica's id.
             compute: runs the model.
             vocab_sizes: vocabulary size of each model, by name. A group with a token beyond it is dropped.
-            model_of: chooses the model by a group's columns. Raises ValueError: there is none.
+            model_of: chooses the model by a group's columns. Raises ValueError if no model fits.
             prompt: the column with the prompt that the model gets.
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
@@ -132,9 +132,9 @@ class ModelStage:
         self._batches = max(1, BATCHES_PER_STAGE * (pipeline_stages - 1))
         self._waiting: queue.SimpleQueue[_Group] = queue.SimpleQueue()
         self._group_tokens = 0.0
-        """Moving average of the tokens of a group."""
+        """Moving average of the number of tokens per group."""
         self.turns = 0
-        """Number of model passes and of waits without a group. It shows progress: either takes a limited time."""
+        """Number of model passes plus waits without a group. It grows steadily unless the stage is stuck."""
         self.worker = StageWorker(
             board,
             self._stage,
@@ -146,7 +146,7 @@ class ModelStage:
         )
 
     def run(self, wait_seconds: float) -> bool:
-        """Wait for a group, then compute the columns of one pass of waiting groups. Return False if no group came.
+        """Wait for a group, then run one pass over the waiting groups. Return False if no group came.
 
         Raises whatever `compute` raises.
         """
@@ -161,7 +161,7 @@ class ModelStage:
         return True
 
     def _run(self, model: str, groups: Mapping[str, _Group]) -> None:
-        """Compute the columns of `groups`, at least one, with one model."""
+        """Fill the columns of `groups` with the outputs of one model. `groups` must not be empty."""
         packer = Packer(self._budget, dp_size=1)
         for group in groups.values():
             shares = [one.prompt_length for one in group.sequences]
@@ -182,7 +182,7 @@ class ModelStage:
             self.turns += 1
 
     def _result(self, group: _Group) -> Result:
-        """Return a group's columns, or drop the group if a value isn't finite."""
+        """Return a group's computed columns, or a Drop if a value isn't finite."""
         for values in group.columns.values():
             finite = np.isfinite(values).reshape(len(values), -1).all(-1)
             if wrong := int(np.count_nonzero(~finite)):
@@ -198,7 +198,7 @@ class ModelStage:
         return Drop(reason, detail=detail)
 
     def _next(self, wait_seconds: float) -> dict[str, _Group]:
-        """Return the groups of one pass: at least one unless none came within `wait_seconds`."""
+        """Take waiting groups for one pass. Return {} if none came within `wait_seconds`."""
         groups: dict[str, _Group] = {}
         try:
             group = self._waiting.get(timeout=wait_seconds)
@@ -211,7 +211,7 @@ class ModelStage:
         return groups
 
     def _process(self, delivery: Delivery, columns: Mapping[str, Column]) -> "Result | Future[Result]":
-        """Queue a group. Runs in the worker's threads."""
+        """Queue a delivered group for `run`, or drop it if the model can't score it. Runs in the worker's threads."""
         try:
             model = self._model_of(columns)
         except ValueError as error:
@@ -248,7 +248,7 @@ class ModelStage:
         return group.answer
 
     def _most_groups(self) -> int:
-        """Return the number of groups to hold: enough for two passes, so that other replicas get the rest."""
+        """Return the number of groups to hold: enough for two passes. Other replicas get the rest."""
         if not self._group_tokens:
             return LEAST_GROUPS
         return max(LEAST_GROUPS, round(2 * self._batches * self._budget / self._group_tokens))
@@ -264,7 +264,7 @@ def _group(
     of_student: int,
     media: GroupMediaReader | None,
 ) -> _Group:
-    """Create a group from columns; `prompt`: name of the prompt's column. Raises ValueError for malformed columns."""
+    """Prepare a group for scoring. `prompt`: name of the prompt's column. Raises ValueError for malformed columns."""
     read = read_sequences(columns, prompt)
     lengths = [len(one.tokens) for one in read]
     seen: Sequence[SequenceMedia | None] = [None] * len(read)
@@ -292,7 +292,7 @@ def _group(
 
 
 def _student_candidates(column: Column, tokens: int, count: int) -> NDArray[np.integer]:
-    """Check the student's candidates, [tokens, count]. Raises ValueError."""
+    """Check the student's candidate tokens, [tokens, count]. Raises ValueError."""
     ids = np.asarray(column)
     if ids.dtype.kind not in "iu" or ids.shape != (tokens, count):
         raise ValueError(
@@ -308,7 +308,7 @@ def _student_candidates(column: Column, tokens: int, count: int) -> NDArray[np.i
 
 
 class ModelRank(rank_pb2_grpc.RankServicer):
-    """A rank's RPC handlers and computing thread. It neither holds nor sends weights, and refuses those calls.
+    """RPC handlers and computing thread of a rank that scores groups. It refuses calls about weight broadcasts.
 
     Subclasses implement `_compute`.
     """
@@ -319,19 +319,19 @@ class ModelRank(rank_pb2_grpc.RankServicer):
         self._reported = pb.RankProgress()
 
     async def Work(self, request: pb.WorkRequest, context: Any) -> AsyncIterator[pb.WorkResponse]:
-        """Start the thread that computes and stream its events."""
+        """Start the computing thread. Stream its events, such as progress, to the parent."""
         self._thread.start(request, self._compute)
         async for event in self._thread.events:
             yield event
 
     def SetPaused(self, request: pb.SetPausedRequest, context: Any) -> pb.SetPausedResponse:
-        """Stop or resume taking groups."""
+        """Pause or resume taking groups from the board."""
         if self._stage is not None:
             (self._stage.worker.pause if request.paused else self._stage.worker.resume)()
         return pb.SetPausedResponse()
 
     def HandBackGroups(self, request: pb.HandBackGroupsRequest, context: Any) -> pb.HandBackGroupsResponse:
-        """Finish held groups in time and hand back the others."""
+        """Finish held groups within `seconds`, and hand back the others."""
         if self._stage is not None:
             self._stage.worker.drain(request.seconds)
             self._clean_up()
@@ -339,11 +339,11 @@ class ModelRank(rank_pb2_grpc.RankServicer):
         return pb.HandBackGroupsResponse(done=self._stage is None or not self._stage.worker.held)
 
     def _clean_up(self) -> None:
-        """Finish remaining work before the parent kills the ranks."""
+        """Hook for subclasses: finish remaining work before the parent kills the ranks."""
 
     @abstractmethod
     def _compute(self, request: pb.WorkRequest, config: RunConfig) -> None:
-        """Load the model, and compute until the process ends."""
+        """Load the model, and score groups until the process ends."""
 
     def _report_loading(self, detail: str) -> None:
         self._thread.events.put(pb.WorkResponse(progress=pb.RankProgress(detail=detail)))
@@ -359,7 +359,7 @@ class ModelRank(rank_pb2_grpc.RankServicer):
 
 
 def world_config(config: RunConfig, role: str) -> TrainerConfig:
-    """Return the trainer's configuration with the parallel sizes of a replica of this role."""
+    """Return the trainer's configuration, with the parallel sizes of a replica of this role."""
     own = config.roles.sizes[role]
     return config.trainer.model_copy(
         update={

@@ -44,28 +44,29 @@ from relaxd.v1.ranks_pb2_grpc import RanksStub
 from services.trainer.service.rank_processes import MeetingPlace, Rank, RankEvent, RankPool, RankProcess, RankProcesses
 
 BEAT_SECONDS = 1.0
-"""Seconds between two heartbeats, in both directions."""
+"""Seconds between heartbeats of trainer and host, in both directions."""
 SILENT_SECONDS = 5.0
-"""Seconds of silence after which a side counts as dead."""
+"""Seconds of silence after which trainer and host consider each other dead."""
 LIFELINE_SECONDS = 10 * 365 * 86400.0
-"""Deadline of the lifeline stream, in seconds: longer than either side lives. The default would be minutes."""
+"""Deadline of the stream that keeps a host's ranks alive, in seconds: longer than any run. The default would be
+minutes."""
 
 
 SUPERSEDED = "ATTEMPT_SUPERSEDED"
-"""Reason of FAILED_PRECONDITION: the host knows a newer attempt, whose number is the subject."""
+"""Reason of FAILED_PRECONDITION errors: the host knows a newer attempt, whose number is the error's subject."""
 
 
 class HostRefused(FailedPrecondition):
-    """A host can't take part now; the message says why."""
+    """A host refused to start its ranks; the message says why."""
 
     def __init__(self, message: str, newest: int = 0) -> None:
-        """`newest`: the newest attempt that the host knows, if it refuses this one as older."""
+        """`newest`: number of the newest attempt that the host knows, if it refuses this one as older; else 0."""
         super().__init__(message)
         self.newest = newest
 
 
 class RemoteRank:
-    """A rank on another host."""
+    """A trainer rank on another host, called through that host's ranks service."""
 
     def __init__(self, number: int, host: str, stub: ranks_pb2_grpc.RanksStub, attempt: int) -> None:
         self.number = number
@@ -99,10 +100,10 @@ class RemoteRank:
 
 
 class RemoteRanks:
-    """The ranks of one start on one other host, and the stream that keeps them alive."""
+    """The ranks that one attempt starts on one other host, and the stream that keeps the ranks alive."""
 
     def __init__(self, peer: Peer[ranks_pb2_grpc.RanksStub], start: ranks_pb2.RanksStart, on_event: RankEvent) -> None:
-        """`peer` is the host's replica."""
+        """`peer`: the ranks replica on the host."""
         self.host = peer.replica_id
         self._peer = peer
         self._called = contextlib.ExitStack()
@@ -115,7 +116,7 @@ class RemoteRanks:
         self._failure: asyncio.Future[RpcError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Start the ranks. Return once the host takes part; its ranks then work at once. Raises HostRefused."""
+        """Start the host's ranks, whose work begins at once. Return when the host takes part. Raises HostRefused."""
         stub = self._called.enter_context(self._peer.called())
         self._call = stub.StartRanks(self._requests(), timeout=LIFELINE_SECONDS)
         try:
@@ -128,11 +129,11 @@ class RemoteRanks:
         self._following = asyncio.create_task(self._follow(), name=f"ranks of {self.host}")
 
     async def failed(self) -> RpcError:
-        """Wait until a rank fails or dies, or the host is lost; return the error, like RankSet.failed."""
+        """Wait until a rank fails or dies, or the host is lost. Return the error, like RankSet.failed."""
         return await asyncio.shield(self._failure)
 
     def kill(self) -> None:
-        """Have the host kill its ranks, by ending the stream. An unreachable host kills them by itself."""
+        """End the stream, so that the host kills its ranks. An unreachable host kills its ranks by itself."""
         if self._following is not None:
             self._following.cancel()
         if self._call is not None:
@@ -146,7 +147,7 @@ class RemoteRanks:
             yield ranks_pb2.StartRanksRequest()
 
     async def _next(self) -> ranks_pb2.StartRanksResponse:
-        """Return the next response. Raises Unavailable if there is none, or none in time, and AioRpcError."""
+        """Return the stream's next response. Raises Unavailable if the stream is over or silent, and AioRpcError."""
         try:
             async with asyncio.timeout(SILENT_SECONDS):
                 response = await self._call.read()
@@ -158,12 +159,12 @@ class RemoteRanks:
         return answer
 
     def _with_address(self, error: RpcError) -> str:
-        """Return the text of a start's error; if the host didn't answer, with its address, which may be wrong."""
+        """Return the error's text. If the host didn't answer, add its address, which may be wrong."""
         address = f" (its address is {self._peer.address}, by --host or --advertise: RELAXD_HOST, RELAXD_ADVERTISE)"
         return f"{error}{address if isinstance(error, Unavailable) else ''}"
 
     async def _follow(self) -> None:
-        """Read the responses until the ranks fail."""
+        """Pass on the events of the host's ranks until a rank fails or the stream ends."""
         try:
             while not (response := await self._next()).HasField("failed"):
                 if response.HasField("rank"):
@@ -178,7 +179,7 @@ class RemoteRanks:
 
 
 def _of_host(host: str, error: grpc.aio.AioRpcError) -> RpcError:
-    """Convert the gRPC error of a call to a host."""
+    """Convert a gRPC error of a call to a host. Without an answer it becomes Unavailable."""
     if has_status(error):
         return from_call(error)
     return Unavailable(f"{host} does not answer: {explain(error)}")
@@ -186,7 +187,7 @@ def _of_host(host: str, error: grpc.aio.AioRpcError) -> RpcError:
 
 POLL_SECONDS = 0.1
 CAUSE_SECONDS = 0.3
-"""Seconds after the first failure to wait for further ones, in order to name all of them."""
+"""Seconds to wait for further failures of ranks after the first, so that the error names all of them."""
 AVOIDED_SECONDS = 1.0
 """Seconds for which a host that did not start its ranks isn't asked again."""
 
@@ -194,15 +195,15 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerHosts:
-    """The other hosts of a run's trainer, across all starts of its ranks."""
+    """Finds hosts for a trainer's ranks, and numbers the attempts to start the ranks."""
 
     def __init__(
         self, context: ReplicaContext, config: RunConfig, assignment: Assignment, *, advertised: str, listen: str
     ) -> None:
-        """Start watching the hosts.
+        """Start watching the replicas of the role `ranks`.
 
         Args:
-            context: the trainer's process.
+            context: context of the trainer's replica.
             config: the run's configuration.
             assignment: the trainer's assignment to the run.
             advertised: host at which others reach this process.
@@ -226,12 +227,12 @@ class TrainerHosts:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the hosts and to the board."""
         await self._peers.close()
         await asyncio.to_thread(self._board.close)
 
     async def wait_ready(self, on_wait: Callable[[str], None]) -> list[Peer[RanksStub]]:
-        """Wait until enough hosts are ready. Return the needed number of them, sorted by name.
+        """Wait until enough hosts are ready. Return as many as the trainer needs, sorted by name.
 
         `on_wait` is called with a description of the wait.
         """
@@ -252,7 +253,7 @@ class TrainerHosts:
             await asyncio.sleep(POLL_SECONDS)  # named: `on_wait` reports it
 
     def avoid(self, host: str, refusal: HostRefused) -> None:
-        """Avoid a host for AVOIDED_SECONDS, because it refused to start its ranks."""
+        """Don't ask a host for AVOIDED_SECONDS, because it refused to start ranks."""
         self._attempt = max(self._attempt, refusal.newest)
         for peer in self._peers.ready:
             if peer.replica_id == host:
@@ -261,9 +262,9 @@ class TrainerHosts:
                 self._peers.avoid(peer, AVOIDED_SECONDS, why=str(refusal))
 
     async def new_attempt(self) -> int:
-        """Assign a new attempt number to the next start of the ranks, and return it.
+        """Take a new attempt number for the next start of the ranks from the board.
 
-        Raises ChildError. If another trainer has taken over, it also makes this process give up.
+        Raises ChildError. If another trainer has taken over, this process also gives up.
         """
         try:
             self._attempt = await asyncio.to_thread(self._board.new_attempt, self._process, self._attempt)
@@ -275,7 +276,7 @@ class TrainerHosts:
         return self._attempt
 
     def start_of(self, attempt: int, place: MeetingPlace, mark: str, index: int) -> ranks_pb2.RanksStart:
-        """Return the start request for another host; `index` counts the other hosts from 1."""
+        """Return the request that starts ranks on another host. `index` counts the other hosts from 1."""
         each = self.config.trainer.ranks_per_host
         return ranks_pb2.RanksStart(
             attempt=attempt,
@@ -292,7 +293,7 @@ class TrainerHosts:
 
 
 class HostRanks:
-    """The ranks of one start on all hosts."""
+    """The ranks of one attempt on all hosts of the trainer."""
 
     def __init__(
         self,
@@ -301,7 +302,7 @@ class HostRanks:
         on_wait: Callable[[str], None],
         pool: RankPool,
     ) -> None:
-        """`on_wait` is called with a description of the start's wait; `pool` has this host's rank processes."""
+        """`on_wait` is called with what the start waits for; `pool`: rank processes of this host."""
         self._hosts = hosts
         self._on_event = on_event
         self._on_wait = on_wait
@@ -335,7 +336,7 @@ class HostRanks:
         await self._own.start()
 
     def work(self, request: rank_pb2.WorkRequest) -> None:
-        """Start the work of this host's ranks; ranks of other hosts already work."""
+        """Let this host's ranks begin their work. Ranks of other hosts do so by themselves."""
         assert self._own is not None
         self._own.work(request)
 
@@ -355,7 +356,7 @@ class HostRanks:
         return next(refusals, errors[0] if len(errors) == 1 else ChildError("; ".join(map(str, errors))))
 
     async def kill(self) -> None:
-        """Kill this host's ranks, and have the others kill theirs."""
+        """Kill this host's ranks, and let the other hosts kill theirs."""
         self._end_others()
         if self._own is not None:
             await self._own.kill()
@@ -368,7 +369,7 @@ class HostRanks:
             self._port.close()
 
     async def _start_others(self, peers: Sequence[Peer[RanksStub]]) -> MeetingPlace | None:
-        """Start the other hosts' ranks. Return the meeting place; None if a host refused, which is then avoided."""
+        """Start ranks on the other hosts. Return their meeting place, or None if a host refused. Avoid such hosts."""
         attempt = await self._hosts.new_attempt()
         place = await asyncio.to_thread(self._meet, attempt, [peer.address for peer in peers])
         mark = self._hosts.run_folder / f".hosts-{uuid.uuid4().hex}"
@@ -403,7 +404,7 @@ class HostRanks:
         return None
 
     def _meet(self, attempt: int, addresses: Sequence[str]) -> MeetingPlace:
-        """Return the meeting place of this host's ranks with those at other addresses. Raises ChildError."""
+        """Reserve a port where all ranks meet. Return a meeting place reachable from `addresses`. Raises ChildError."""
         hosts = self._hosts
         far = [address for address in addresses if not is_loopback(address.rpartition(":")[0])]
         if far and is_loopback(hosts.advertised):

@@ -22,13 +22,13 @@ from relaxd.weights import NCCL_ENVIRONMENT
 from services.trainer.megatron import ATTEMPT_VARIABLE
 
 RANK = "services.trainer.loop.training_rank"
-"""The program of the trainer's ranks."""
+"""Module that each of the trainer's rank processes runs."""
 
 logger = logging.getLogger(__name__)
 
 
 class RankPool:
-    """Starts the processes of ranks of one run, and keeps spare ones for a run whose ranks end together.
+    """Starts a run's rank processes, and keeps spare processes for restarts of all ranks.
 
     Loading torch and Megatron takes a core 3 s. A spare process has loaded them, and uses no device before it works.
     """
@@ -41,7 +41,7 @@ class RankPool:
         *,
         spares: int = 0,
     ) -> None:
-        """`spares`: number of spare processes, once `prepare` is called."""
+        """`spares`: number of spare processes that `prepare` starts."""
         self._environment = environment
         self._gpu_lease = gpu_lease
         self._module = module
@@ -50,9 +50,9 @@ class RankPool:
         self._preparing: asyncio.Task[None] | None = None
 
     async def take(self, name: str, place: Mapping[str, str]) -> Child:
-        """Return a process that becomes a rank: a spare one, or a new one. Raises ChildError.
+        """Return a process for a rank: a spare process, or else a new one. Raises ChildError.
 
-        `place` are environment variables for a new one; a spare one gets them with its work.
+        `place`: environment variables of a new process. A spare process gets them later, with its work.
         """
         while self._spares:
             child = self._spares.pop(0)
@@ -90,41 +90,41 @@ class RankPool:
 
 
 LOOPBACK = "127.0.0.1"
-"""Address at which ranks of one machine meet."""
+"""Address at which ranks meet that are all on one machine."""
 START_SECONDS = 600.0
-"""Deadline in seconds for a rank's process to serve. Importing torch and Megatron takes seconds, but minutes for eight
+"""Deadline in seconds until a rank's process serves. Importing torch and Megatron takes seconds, but minutes for eight
 ranks that read them from a cold or busy disk. A process that exits meanwhile is noticed at once."""
 PAUSE_SECONDS = 10.0
-"""Deadline in seconds for pausing or resuming, which only changes a flag."""
+"""Deadline in seconds of a call that pauses or resumes a rank, which only changes a flag."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Environment that makes torch allocate host memory in huge pages, which speeds up a checkpoint's copies."""
+"""Environment variables that make torch allocate host memory in huge pages: a checkpoint is copied faster."""
 
 
 class Rank(Protocol):
-    """A rank, here or on another host, and its part in broadcasts."""
+    """A trainer rank, on this host or another, as a participant in weight broadcasts."""
 
     number: int
     loaded: rank_pb2.RankLoaded | None
-    """The rank's part in broadcasts; None before it has loaded its model."""
+    """The rank's part in weight broadcasts; None before it has loaded its model."""
 
     async def join(self, request: trainer_pb2.TrainerJoinWeightGroupRequest, *, timeout: float) -> None:
-        """Connect to the engines. Raises RpcError."""
+        """Connect the rank to the engines in a weight group. Raises RpcError."""
 
     async def broadcast(
         self, request: rank_pb2.BroadcastVersionsRequest, *, timeout: float
     ) -> rank_pb2.BroadcastVersionsResponse:
-        """Do the rank's part of a broadcast. Raises RpcError."""
+        """Let the rank do its part of a weight broadcast. Raises RpcError."""
 
     async def leave(self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, *, timeout: float) -> None:
-        """Leave a weight group. Raises RpcError."""
+        """Let the rank leave a weight group. Raises RpcError."""
 
 
 RankEvent = Callable[[Rank, rank_pb2.WorkResponse], None]
-"""Callback with the rank and its event."""
+"""Callback for events of ranks; gets the rank and the event."""
 
 
 class RankSet(Protocol):
-    """The ranks of one start. It isn't reused: if a rank dies, all are killed and a new set is started."""
+    """All ranks of a trainer, started and killed together. After a rank dies, a new set replaces this one."""
 
     @property
     def ranks(self) -> Sequence[Rank]:
@@ -135,40 +135,40 @@ class RankSet(Protocol):
         """Rank 0, which is a child of the trainer."""
 
     async def start(self) -> None:
-        """Start every rank. Return once they have loaded their code. Raises ChildError."""
+        """Start every rank. Return once all have loaded their code. Raises ChildError."""
 
     def work(self, request: rank_pb2.WorkRequest) -> None:
-        """Start the work of every rank."""
+        """Let every rank begin its work, such as training."""
 
     async def failed(self) -> RpcError:
         """Wait until a rank fails or dies; return the error.
 
-        It is an InvalidArgument if the settings or the model are wrong, so that another start would fail, too.
+        InvalidArgument means that settings or model are wrong, so another start would fail, too.
         """
 
     async def kill(self) -> None:
-        """Kill all ranks."""
+        """Kill all ranks of the set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPlace:
-    """Address and port at which the ranks of one start meet."""
+    """Address and port at which ranks that start together meet."""
 
     host: str
-    """Address of the store, reachable by the ranks."""
+    """Address of the ranks' rendezvous store."""
     listen: str
-    """Address on which rank 0 listens; empty: all addresses."""
+    """Address on which rank 0 serves the store; "" for all addresses."""
     port: int
     size: int
     """Number of ranks in the world."""
     interface: str
-    """Network interface of this machine's ranks, unless environment variables name another; empty: any."""
+    """Network interface of this machine's ranks, unless environment variables name another; "" for any."""
     attempt: int = 0
-    """Number of the start, for ranks on several hosts: ranks of different attempts never meet."""
+    """Number of the attempt, for ranks on several hosts; 0 otherwise. Ranks of different attempts never meet."""
 
     @property
     def gloo_interfaces(self) -> str:
-        """Interfaces of gloo, separated by commas."""
+        """Network interfaces for gloo, separated by commas."""
         return os.environ.get("GLOO_SOCKET_IFNAME", self.interface)
 
     def environment(self, number: int, local: int) -> dict[str, str]:
@@ -190,19 +190,19 @@ class MeetingPlace:
 
 
 def rank_environment(gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the environment variables of ranks that train, on these GPUs or on the CPU."""
+    """Return the environment variables of training ranks on `gpus`, or on the CPU if there are none."""
     return gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
 
 
 def rank_gauges(ranks: Sequence[Rank]) -> dict[str, float]:
-    """Return a replica's gauges of its ranks: their number, and the process ids of those on this machine."""
+    """Return gauges by name: the number of ranks, and the process id of each rank on this machine."""
     own = [rank for rank in ranks if isinstance(rank, RankProcess)]
     return {"ranks": float(len(ranks)), **{f"rank{rank.number}_pid": float(rank.child.pid) for rank in own}}
 
 
 @dataclass
 class RankProcess:
-    """A rank in a child process, with the stubs of its services."""
+    """A rank in a child process, with stubs to call it."""
 
     number: int
     child: Child
@@ -211,9 +211,9 @@ class RankProcess:
     control: Any
     """Stub of the rank's Rank service."""
     broadcasts: RequestStream
-    """Stream of requests to take part in weight broadcasts."""
+    """Stream of broadcast requests to the rank."""
     environment: Mapping[str, str]
-    """Environment variables of its place in the world."""
+    """Environment variables that tell the rank its number and where the ranks meet."""
     loaded: rank_pb2.RankLoaded | None = None
 
     async def join(self, request: trainer_pb2.TrainerJoinWeightGroupRequest, *, timeout: float) -> None:
@@ -229,12 +229,12 @@ class RankProcess:
         await self.trainer.LeaveWeightGroup(request, timeout=timeout)
 
     async def set_paused(self, paused: bool) -> None:
-        """Pause or resume taking groups. Errors are ignored, because the supervisor of the ranks notices a dead one."""
+        """Pause or resume the rank. Errors are ignored: the supervisor notices dead ranks."""
         with contextlib.suppress(RpcError):
             await self.control.SetPaused(rank_pb2.SetPausedRequest(paused=paused), timeout=PAUSE_SECONDS)
 
     async def hand_back(self, seconds: float, *, timeout: float) -> bool:
-        """Have the rank hand back its groups within `seconds`. Return True if it did; False also on errors."""
+        """Ask the rank to hand back its groups within `seconds`. Return True if it has; False also on errors."""
         with contextlib.suppress(RpcError):
             request = rank_pb2.HandBackGroupsRequest(seconds=seconds)
             return bool((await self.control.HandBackGroups(request, timeout=timeout)).done)
@@ -242,7 +242,7 @@ class RankProcess:
 
 
 class RankProcesses:
-    """The ranks of one start on this machine."""
+    """The ranks on this machine, started and killed together."""
 
     def __init__(
         self,
@@ -253,11 +253,11 @@ class RankProcesses:
         ports: range | None = None,
         place: MeetingPlace | None = None,
     ) -> None:
-        """Create the set without starting it.
+        """Prepare to start the ranks.
 
         Args:
             numbers: numbers of the ranks.
-            on_event: called with each event of a rank.
+            on_event: called with each rank and event.
             pool: source of the ranks' processes.
             ports: allowed ports (weights.ports); None: any.
             place: meeting place with ranks of other hosts; None: all ranks are here, and meet on one of `ports`.
@@ -269,17 +269,17 @@ class RankProcesses:
         self._place = place
         self.ranks: list[RankProcess] = []
         self._port: ReservedPort | None = None
-        """Port on which the ranks meet. Rank 0 listens on it once it has loaded its code."""
+        """Reserved port on which the ranks meet. Rank 0 listens on it once its code is loaded."""
         self._reading: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[RpcError] = asyncio.get_running_loop().create_future()
 
     @property
     def rank0(self) -> RankProcess:
-        """The first rank of this machine."""
+        """The first rank on this machine: rank 0 on the trainer's own host."""
         return self.ranks[0]
 
     async def start(self) -> None:
-        """Start every rank. Return once they have loaded their code; they use no device before `work`.
+        """Start every rank. Return once all have loaded their code. Ranks use no device before `work`.
 
         Raises:
             ChildError: a rank didn't start, or there is no port for the ranks to meet on.
@@ -301,14 +301,14 @@ class RankProcesses:
         self._pool.prepare()  # the ranks have loaded their code: the spares may load theirs
 
     def work(self, request: rank_pb2.WorkRequest) -> None:
-        """Start the work of every rank on this machine."""
+        """Let every rank on this machine begin its work, such as training."""
         self._reading = [asyncio.create_task(self._read(rank, request)) for rank in self.ranks]
 
     async def failed(self) -> RpcError:
         return await asyncio.shield(self._failure)
 
     async def kill(self) -> None:
-        """Kill all ranks and wait until they have exited."""
+        """Kill the ranks, and wait until all have exited."""
         for task in self._reading:
             task.cancel()
         for rank in self.ranks:
@@ -319,7 +319,7 @@ class RankProcesses:
             self._port.close()
 
     def _meet_here(self) -> MeetingPlace:
-        """Return a place for ranks that are all on this machine. Raises ChildError."""
+        """Reserve a port for ranks that are all on this machine. Return the meeting place. Raises ChildError."""
         try:
             self._port = reserve_port(LOOPBACK, self._ports)
         except NoFreePort as error:
@@ -330,7 +330,7 @@ class RankProcesses:
         )
 
     async def _read(self, rank: RankProcess, request: rank_pb2.WorkRequest) -> None:
-        """Read the events of a rank until it ends."""
+        """Start a rank's work, and pass on its events until it ends."""
         own = rank_pb2.WorkRequest()
         own.CopyFrom(request)
         own.environment.update(rank.environment)

@@ -1,4 +1,4 @@
-"""Supervision of a run's ranks: starts them, restarts them when one dies, announces versions to the coordinator."""
+"""Supervises a run's ranks: starts all, restarts all when one dies, and announces versions to the coordinator."""
 
 import asyncio
 import contextlib
@@ -19,24 +19,24 @@ from services.trainer.service.rank_processes import Rank, RankEvent, RankProcess
 logger = logging.getLogger(__name__)
 
 TakeTurn = Callable[[Callable[[str], None]], Awaitable[None]]
-"""Function that waits for the devices of a colocated run, and reports its wait to its argument
+"""Waits until this replica may use the devices of a colocated run. The argument is called with descriptions of the wait
 (ReplicaContext.take_turn)."""
 MakeRanks = Callable[[RankEvent, Callable[[str], None]], RankSet]
-"""Function that creates the ranks of a start. The second argument is called with a description of the start's wait."""
+"""Creates a set of ranks. The first argument gets events of ranks, the second a text on what the start waits for."""
 BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
-"""Pauses before restarts, doubled with each consecutive failure until a version is trained."""
+"""Backoff before the ranks restart: doubles with each consecutive failure, until a version is trained."""
 FAILED_AFTER = 3
-"""Number of consecutive failures after which the replica counts as failed; restarts continue."""
+"""Number of consecutive failures of the ranks after which the replica counts as failed. Restarts continue."""
 ANSWER_SECONDS = 5.0
-"""Additional seconds for the answer to a drain: rank 0 first sends its last traces and metrics."""
+"""Seconds after a drain's deadline in which rank 0 may still answer: it sends its last traces and metrics first."""
 ANNOUNCE_SECONDS = 10.0
-"""Deadline of one announcement, in seconds."""
+"""Deadline of a call that announces a version to the coordinator, in seconds."""
 ANNOUNCE_AGAIN_SECONDS = 0.5
-"""Seconds before an announcement is repeated."""
+"""Seconds before a failed announcement is repeated."""
 
 
 class RankSupervisor:
-    """The ranks of one run, across restarts."""
+    """Runs the ranks of a run: restarts them after failures, and keeps what they report."""
 
     def __init__(
         self,
@@ -46,57 +46,57 @@ class RankSupervisor:
         *,
         take_turn: TakeTurn | None = None,
     ) -> None:
-        """Supervise ranks that are not started yet.
+        """Prepare to run the ranks; `live` starts them.
 
         Args:
             settings: the service's settings.
-            request: the request that starts the ranks' work.
+            request: tells the ranks what to work on.
             make_ranks: makes the ranks of each start.
-            take_turn: in a colocated run, awaited at each start, once the ranks have loaded their code.
+            take_turn: in a colocated run, awaited at each start once the ranks have loaded their code; else None.
         """
         self._settings = settings
         self._make_ranks = make_ranks
         self._take_turn = take_turn
         self.awake = False
-        """True if the ranks use the devices, in a colocated run."""
+        """True while the ranks use the devices of a colocated run."""
         self._request = request
         self._processes: RankSet | None = None
         self._awaits_others = False
-        """True from a start's first wait for the trainer's other hosts until the ranks have started or failed to."""
+        """True while a start waits for the trainer's other hosts, until the ranks have started or failed."""
         self._failures = 0
         self._announcement = asyncio.Event()
         self.weights = replica_pb2.WeightVersion()
-        """The newest committed weights; term 0 before the first ones of this term."""
+        """Term and version of the newest committed weights; term 0 before the first since the ranks started."""
         self.step_trace: dict[str, str] = {}
-        """Trace context of the step that produced them."""
+        """Trace context of the step that produced the newest weights."""
         self.detail = "starting the ranks"
         self.wait: replica_pb2.ReplicaWait.ValueType = replica_pb2.REPLICA_WAIT_UNSPECIFIED
-        """The wait that `detail` describes."""
+        """Typed code of the wait that `detail` describes."""
         self.start_refused = False
         """True if the last start of the ranks failed because the settings or the model are wrong."""
         self.held_groups = 0
         self.done_groups = 0
         self._done_before = 0
         self.changing_weights = False
-        """True while the ranks change the weights, so that none can be sent."""
+        """True while an update changes the weights, or the ranks sleep, so that no broadcast can start."""
         self.iterations = 0
-        """Iterations of the training loop, as last reported by rank 0."""
+        """Number of iterations of the training loop, a sign of progress, as last reported by rank 0."""
         self.manifest = trainer_pb2.GetWeightManifestResponse()
-        """Manifest of a broadcast, without the store's host and the weights' version; empty while the ranks load."""
+        """Manifest of weight broadcasts, without store host and version; empty while the ranks load."""
 
     @property
     def colocated(self) -> bool:
-        """True if the ranks share their devices with engines."""
+        """True if the ranks take turns with engines on the same devices."""
         return self._take_turn is not None
 
     @property
     def ready(self) -> bool:
-        """True if the ranks have weights."""
+        """True if all ranks are loaded and have weights to broadcast."""
         return self.weights.term > 0 and all(rank.loaded for rank in self.ranks)
 
     @property
     def state(self) -> replica_pb2.ReplicaState.ValueType:
-        """State of the replica."""
+        """State of the trainer replica: ready, starting or failed."""
         if self.ready:
             return replica_pb2.REPLICA_STATE_READY
         failed = not self._awaits_others and (self.start_refused or self._failures >= FAILED_AFTER)
@@ -116,12 +116,12 @@ class RankSupervisor:
 
     @property
     def senders(self) -> list[Rank]:
-        """Ranks that connect to the engines: one per pipeline stage."""
+        """Ranks that send weights to the engines: one per pipeline stage."""
         return [rank for rank in self.ranks if rank.loaded and rank.loaded.source]
 
     @property
     def gatherers(self) -> list[Rank]:
-        """Ranks that take part in a broadcast: the senders and the ranks that hold parts of their tensors."""
+        """Ranks that take part in a weight broadcast: senders, and ranks that hold parts of the senders' tensors."""
         return [rank for rank in self.ranks if rank.loaded and rank.loaded.gathers]
 
     async def live(self) -> None:
@@ -146,13 +146,13 @@ class RankSupervisor:
                     await announcing
 
     async def set_paused(self, paused: bool) -> None:
-        """Pause or resume the ranks, including restarted ones."""
+        """Pause or resume training, also across restarts of the ranks."""
         self._request.paused = paused  # restarted ranks get it with Work
         if self.ranks:
             await self.rank0.set_paused(paused)
 
     async def drain(self, seconds: float) -> int:
-        """Stop taking groups and return the held ones. Returns the number of groups that are still held."""
+        """Stop taking groups, and hand back the held ones within `seconds`. Return the number still held."""
         if not self.manifest.source_ranks:
             return 0
         if self.ranks and await self.rank0.hand_back(seconds, timeout=seconds + ANSWER_SECONDS):
@@ -160,7 +160,7 @@ class RankSupervisor:
         return self.held_groups
 
     async def _run_world(self) -> RpcError:
-        """Run the ranks until one fails; return the error."""
+        """Start a set of ranks, wait until a rank fails, and kill all. Return the error."""
         self._processes = processes = self._make_ranks(self._on_event, self._await_others)
         try:
             await processes.start()
@@ -182,7 +182,7 @@ class RankSupervisor:
             self.awake = False  # not earlier: dying ranks still use the devices
 
     async def _turn(self, processes: RankSet, take_turn: TakeTurn) -> None:
-        """Wait for the devices. Raises ChildError if a rank dies meanwhile."""
+        """Wait until the ranks may use the devices of a colocated run. Raises ChildError if a rank dies meanwhile."""
         turn, failed = asyncio.ensure_future(take_turn(self._set_detail)), asyncio.create_task(processes.failed())
         try:
             await asyncio.wait({turn, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -214,7 +214,7 @@ class RankSupervisor:
                 self._announcement.set()
 
     def _await_others(self, detail: str) -> None:
-        """Record the start's wait for others, so that it doesn't count as stuck."""
+        """Note that the start waits for other hosts, so that it doesn't count as stuck."""
         self._awaits_others = True
         self.iterations += 1
         self._set_detail(detail)

@@ -43,13 +43,13 @@ from services.trainer.service.rank_processes import (
 from services.trainer.service.rank_supervisor import RankSupervisor
 
 MAX_NAME_BYTES = 200
-"""Maximum bytes of a folder name. File systems allow 255, and an unfinished export has a suffix."""
+"""Maximum length of a name in an export's path, in bytes. File systems allow 255; unfinished exports have a suffix."""
 RESERVED = ("checkpoints", "reference", "steps")
-"""Subfolders of the run's folder that exports can't use."""
+"""Subfolders of the run folder that exports can't use."""
 
 
 def export_folder(run_folder: Path, folder: str) -> Path:
-    """Return the absolute path of an export.
+    """Check the path of an export in the run folder, and return it as an absolute path.
 
     Raises:
         ValueError: the path isn't below the run's folder, or something other than a model exists there.
@@ -75,17 +75,17 @@ def export_folder(run_folder: Path, folder: str) -> Path:
 T = TypeVar("T")
 
 LEAVE_SECONDS = 5.0
-"""Deadline in seconds for leaving a group, which only sets a flag and closes connections."""
+"""Deadline in seconds for leaving a weight group, which only sets a flag and closes connections."""
 CONTROL_SECONDS = 10.0
 """Deadline in seconds for holding weights or planning a profile, which only change a number."""
 MAX_PROFILED = 100
-"""Maximum number of steps in one call of Profile: each has a file of up to hundreds of megabytes."""
+"""Maximum number of steps that a Profile call may record. Each makes a file of up to hundreds of megabytes."""
 SCRIPTED_RANK = "services.trainer.rehearsal"
-"""The program of a rank in a rehearsal."""
+"""Module that each rank process runs in a rehearsal."""
 
 
 class TrainerService(ReplicaService):
-    """The trainer as a replica."""
+    """Replica service of the trainer: runs the ranks of a run, and reports their state."""
 
     role = TRAINER
 
@@ -94,9 +94,9 @@ class TrainerService(ReplicaService):
         self._settings = context.settings
         self._living: asyncio.Task[None] | None = None
         self._hosts: TrainerHosts | None = None
-        """The other hosts, if the ranks are on several."""
+        """Finds the other hosts of the ranks; None if all ranks are on this host."""
         self._pool: RankPool | None = None
-        """Processes of this host's ranks, for ranks on several hosts."""
+        """Pool of this host's rank processes; None if all ranks are on this host."""
         self.world: RankSupervisor | None = None
         self.run_folder = Path()
 
@@ -138,7 +138,7 @@ class TrainerService(ReplicaService):
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:
-        """Hand back held groups and end the ranks."""
+        """Hand back held groups and kill the ranks."""
         if self.world is not None:
             await self.world.drain(1.0)
         if self._living is not None:
@@ -151,21 +151,21 @@ class TrainerService(ReplicaService):
         self._living = self.world = self._hosts = self._pool = None
 
     async def drain(self, seconds: float) -> int:
-        """Stop taking groups and return the held ones."""
+        """Stop taking groups, and hand back the held ones within `seconds`. Return the number still held."""
         return await self.world.drain(seconds) if self.world else 0
 
     async def pause_run(self) -> None:
-        """Pause the run: no step closes until it is resumed."""
+        """Pause training: no step closes until the run is resumed."""
         if self.world:
             await self.world.set_paused(True)
 
     async def resume_run(self) -> None:
-        """Let steps close again."""
+        """Resume training, so that steps close again."""
         if self.world:
             await self.world.set_paused(False)
 
     def status(self) -> ServiceStatus:
-        """Return the ranks' last report."""
+        """Return the trainer's state and progress, as last reported by the ranks."""
         world = self.world
         if world is None:
             return ServiceStatus()
@@ -184,19 +184,19 @@ class TrainerService(ReplicaService):
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
-    """Handlers of relaxd.v1.Trainer: they validate a request and pass it to the ranks concerned."""
+    """RPC handlers of relaxd.v1.Trainer: validate a request, and pass it on to the ranks concerned."""
 
     def __init__(self, service: TrainerService, settings: ServiceSettings, sync_ids: SyncIds) -> None:
         self._service = service
         self._settings = settings
         self._sync_ids = sync_ids
         self._group: tuple[int, str] | None = None
-        """Term and name of the group that the source ranks are in."""
+        """Trainer term and name of the weight group that the sending ranks are in; None if in none."""
 
     async def GetWeightManifest(
         self, request: pb.GetWeightManifestRequest, context: Any
     ) -> pb.GetWeightManifestResponse:
-        """Return the manifest of a broadcast and the address of the ranks' store."""
+        """Return the weights' version, the manifest of their broadcast, and the address of the ranks' store."""
         world = self._ready_world()
         response = pb.GetWeightManifestResponse(weights=world.weights)
         response.MergeFrom(world.manifest)
@@ -207,7 +207,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def JoinWeightGroup(
         self, request: pb.TrainerJoinWeightGroupRequest, context: Any
     ) -> pb.TrainerJoinWeightGroupResponse:
-        """Connect the source ranks to the engines."""
+        """Connect the sending ranks to the engines in a weight group."""
         group = request.group
         world = self._ready_world()
         sources = world.manifest.source_ranks
@@ -237,7 +237,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return pb.TrainerJoinWeightGroupResponse()
 
     async def BroadcastWeights(self, request: pb.BroadcastWeightsRequest, context: Any) -> pb.BroadcastWeightsResponse:
-        """Broadcast the weights once. The optimizer waits until it ends."""
+        """Broadcast the weights to the engines once. The optimizer waits until the broadcast ends."""
         world = self._ready_world()
         seconds = request.timeout_seconds
         violations = Violations()
@@ -270,7 +270,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def LeaveWeightGroup(
         self, request: pb.TrainerLeaveWeightGroupRequest, context: Any
     ) -> pb.TrainerLeaveWeightGroupResponse:
-        """Abort and forget a group, even during a broadcast. Do nothing if the trainer isn't in it."""
+        """Abort a weight group, even during a broadcast, and leave it. Do nothing if the trainer isn't in the group."""
         if request.sync_id:
             self._sync_ids.take(request.sync_id)
         world = self._service.world
@@ -281,7 +281,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def ExportHuggingFace(
         self, request: pb.ExportHuggingFaceRequest, context: Any
     ) -> pb.ExportHuggingFaceResponse:
-        """Write the current weights as a Hugging Face folder."""
+        """Export the current weights below the run folder, in Hugging Face's format."""
         rank0 = self._ready_world().rank0
         try:
             request.folder = str(export_folder(self._service.run_folder, request.folder))
@@ -297,7 +297,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return await rank0.trainer.SaveCheckpoint(request, timeout=self._seconds_left(context))
 
     async def Sleep(self, request: pb.TrainerSleepRequest, context: Any) -> pb.TrainerSleepResponse:
-        """Move everything from the devices to the host's memory."""
+        """Move the training state from the devices to the host's memory."""
         world = self._world_to_switch(request.timeout_seconds)
         if not world.colocated:
             raise FailedPrecondition("this run isn't colocated (run.colocate): the trainer would never be woken up")
@@ -307,14 +307,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return response
 
     async def Wake(self, request: pb.TrainerWakeRequest, context: Any) -> pb.TrainerWakeResponse:
-        """Move everything back to the devices."""
+        """Move the training state back to the devices."""
         world = self._world_to_switch(request.timeout_seconds, request.metrics)
         self._sync_ids.take(request.sync_id)
         world.awake = True
         return await world.rank0.trainer.Wake(request, timeout=request.timeout_seconds)
 
     async def Profile(self, request: pb.TrainerProfileRequest, context: Any) -> pb.TrainerProfileResponse:
-        """Have the ranks record their next steps."""
+        """Plan to profile the next steps on the requested ranks."""
         world = self._ready_world()
         violations = Violations()
         violations.check(
@@ -358,7 +358,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
 
 @contextlib.asynccontextmanager
 async def _held(rank0: RankProcess, request: pb.BroadcastWeightsRequest) -> AsyncIterator[None]:
-    """Keep the optimizers of all ranks from changing the weights. Raises Aborted if a hold expired before the end."""
+    """Keep the optimizers from changing the weights during the block. Raises Aborted if the block took too long."""
     hold = rank_pb.HoldWeightsRequest(weights=request.weights, seconds=request.timeout_seconds + HOLD_MARGIN_SECONDS)
     held = await rank0.control.HoldWeights(hold, timeout=CONTROL_SECONDS)
     try:
@@ -371,7 +371,7 @@ async def _held(rank0: RankProcess, request: pb.BroadcastWeightsRequest) -> Asyn
 
 
 async def _first_error(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await several calls concurrently. The first error ends the wait for the others."""
+    """Await calls concurrently, and return their results. The first error is raised at once and cancels the others."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -381,11 +381,11 @@ async def _first_error(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _advertised_host(settings: ServiceSettings) -> str:
-    """Return the host at which others reach this process."""
+    """Return the host name or address at which other services reach this process."""
     return advertised_address(settings, 0).rpartition(":")[0].strip("[]")
 
 
 def _store_host(settings: ServiceSettings) -> str:
-    """Return the listening host of the weight groups' store: this service's, or "" for all if it advertises another."""
+    """Return the host on which the ranks' store listens: this service's, or "" (all) if it advertises another."""
     advertised = settings.advertise.rpartition(":")[0]
     return "" if advertised and not is_loopback(advertised) else settings.host.strip("[]")

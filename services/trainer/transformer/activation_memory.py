@@ -21,15 +21,15 @@ from torch import Tensor
 
 
 class Deferred(ABC):
-    """Placeholder that autograd saves instead of a tensor."""
+    """Placeholder that autograd saves instead of a tensor. Calling it returns the tensor."""
 
     @abstractmethod
     def __call__(self) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor that this placeholder stands for."""
 
 
 class Recompute:
-    """Context in which autograd saves a recipe instead of each tensor that was computed by calling the context.
+    """Context for recomputation: autograd saves a recipe instead of a tensor that was computed by calling the context.
 
     The backward pass runs the recipe at the tensor's first use and frees the tensor after its last use. A chain of
     recipes keeps only the first one's arguments. Any operation that saves tensors with `save_for_backward` is covered.
@@ -41,23 +41,23 @@ class Recompute:
 
         Args:
             active: whether tensors are recomputed.
-            keep: returns the form in which other tensors are saved; None: they are saved unchanged.
+            keep: converts tensors that aren't recomputed to what autograd saves; None: they are saved unchanged.
         """
         self._keep = keep or (lambda tensor: tensor)
         self._hooks: Any = None
         if active and torch.is_grad_enabled():
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._made: dict[int, tuple[Tensor, _Recipe, int]] = {}
-        """By storage: tensor, recipe, index among the recipe's outputs. The reference to the tensor keeps its storage
-        from being reused."""
+        """Recomputable tensors by storage address: tensor, recipe, index of its output. The reference keeps the storage
+        of the tensor from being reused."""
 
     @property
     def active(self) -> bool:
-        """True if tensors are recomputed."""
+        """True if the backward pass recomputes tensors."""
         return self._hooks is not None
 
     def __enter__(self) -> Self:
-        """Install the hooks."""
+        """Install the autograd hooks that save, in place of a tensor, the function and arguments to recompute it."""
         if self._hooks is not None:
             self._hooks.__enter__()
         return self
@@ -65,7 +65,7 @@ class Recompute:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the hooks; saved recipes stay alive in autograd's graph."""
+        """Remove the autograd hooks. Saved recipes stay alive in autograd's graph."""
         if self._hooks is not None:
             self._hooks.__exit__(kind, error, trace)
         self._made.clear()
@@ -80,7 +80,7 @@ class Recompute:
         return output
 
     def register(self, output: Any, function: Callable[..., Any], *arguments: Any) -> None:
-        """Let the backward pass recompute tensors, by a function that may differ from the forward pass's.
+        """Let the backward pass recompute tensors by a function, which may differ from that of the forward pass.
 
         Args:
             output: the tensor or tuple of tensors. A view of an argument is saved as usual, at no cost.
@@ -111,7 +111,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def unpack(saved: Tensor | Deferred) -> Tensor:
-    """Return the tensor that autograd saved."""
+    """Return the tensor that autograd saved, directly or as a placeholder."""
     return saved() if isinstance(saved, Deferred) else saved
 
 
@@ -125,12 +125,12 @@ class _Recipe:
         self._uses = 0
 
     def view(self, like: Tensor, index: int) -> "_RecipeOutput":
-        """Return a placeholder for one output with the geometry of `like`, and count it as a use."""
+        """Return a placeholder for output `index`, with shape and strides of `like`. Count a use of the recipe."""
         self._uses += 1
         return _RecipeOutput(self, index, like.shape, like.stride(), int(like.storage_offset()))
 
     def take(self, index: int) -> Tensor:
-        """Return one output, recomputing all if necessary, and free them after the last use."""
+        """Return output `index`. Recompute all outputs at the first use, and free them after the last."""
         self._uses -= 1
         if self._outputs is None:
             with torch.no_grad():
@@ -151,7 +151,7 @@ class _RecipeOutput(Deferred):
         self._geometry = shape, stride, offset
 
     def __call__(self) -> Tensor:
-        """Return the tensor, recomputed if necessary."""
+        """Return the output, and recompute it if necessary."""
         shape, stride, offset = self._geometry
         tensor = self._recipe.take(self._index)
         if (tensor.shape, tensor.stride(), tensor.storage_offset()) == (shape, stride, offset):
@@ -162,21 +162,21 @@ class _RecipeOutput(Deferred):
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4 << 20
-"""Size of the pool's blocks, in bytes."""
+"""Size of a block in the pool of host memory, in bytes."""
 CHUNK_BYTES = 256 << 20
-"""Size of host allocations, in bytes. A power of two, because pinned memory is allocated in powers of two."""
+"""Size of the pool's host allocations, in bytes: a power of two, as pinned memory is allocated in powers of two."""
 LEAST_BYTES = 1 << 20
-"""Minimum size of tensors moved off a GPU, in bytes."""
+"""Minimum size of tensors that are offloaded from a GPU, in bytes."""
 
 
 class ActivationOffload:
     """Moves saved tensors to the host, and fetches them back in reverse order."""
 
     def __init__(self, device: torch.device, limit: int, ahead: int) -> None:
-        """Use at most `limit` bytes of the host's memory.
+        """Create an empty pool of host memory, which grows to at most `limit` bytes.
 
         Args:
-            device: device of the activations. On CPU they are copied all the same, without a stream.
+            device: device of the activations. On CPU, tensors are copied as well, without a stream.
             limit: bytes, rounded down to blocks.
             ahead: number of tensors whose copies may be under way, in each direction.
         """
@@ -185,16 +185,16 @@ class ActivationOffload:
         self._ahead = ahead
         self._pool = _Pool(limit, pinned=self._cuda)
         self._leaving: deque[weakref.ref[_Away]] = deque()
-        """Tensors being copied to the host, oldest first: their GPU memory isn't free yet."""
+        """Storages being copied to the host, oldest first. Their GPU memory isn't free yet."""
         self._saved: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
-        """Offloaded tensors, numbered in the order of saving."""
+        """Offloaded storages, by their number in the order of saving."""
         self._by_storage: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
-        """Storages that are still on the GPU, by address: several saved tensors may share one."""
+        """Storages still on the GPU, by address. Several saved tensors may share a storage."""
         self._count = 0
         self._limit, self._full = limit, False
         self._staying: set[int] = set()
         self.moved_bytes = 0
-        """Bytes moved to the host since the beginning."""
+        """Bytes of activations moved to the host so far, in all passes."""
 
     @property
     def held_bytes(self) -> int:
@@ -209,7 +209,7 @@ class ActivationOffload:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> "Tensor | Deferred":
-        """Start moving a tensor to the host. Return the argument for `unpack`: the tensor itself if it stays."""
+        """Start to move a tensor to the host. Return its placeholder, or the tensor itself if it stays."""
         storage = tensor.untyped_storage()
         size, address = storage.nbytes(), _address(tensor)
         if tensor.is_cuda != self._cuda or size < (LEAST_BYTES if self._cuda else 1) or address in self._staying:
@@ -234,7 +234,7 @@ class ActivationOffload:
         return _OffloadedTensor(away, tensor)
 
     def reset(self) -> None:
-        """Wait for copies of aborted passes."""
+        """Wait for copies that aborted passes left under way."""
         if self._cuda:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._leaving.clear()
@@ -250,19 +250,19 @@ class ActivationOffload:
                 oldest.free_device()
 
     def fetch(self, order: int) -> None:
-        """Start fetching tensor number `order`, and the tensors that the backward pass uses soon after it."""
+        """Start to fetch storage number `order`, and the storages that the backward pass needs soon afterwards."""
         for number in range(order, max(order - self._ahead, 0) - 1, -1):
             away = self._saved.get(number)
             if away is not None:
                 away.copy_in(self._stream)
 
     def give_back(self, blocks: list[Tensor]) -> None:
-        """Return a tensor's blocks to the pool. On the stream, copies out of them run before later copies into them."""
+        """Return a storage's blocks to the pool. The stream's order protects copies that still read the blocks."""
         self._pool.give(blocks)
 
 
 class _Pool:
-    """Blocks of the host's memory, allocated in chunks on first use."""
+    """Pool of host memory blocks, allocated in chunks on first use."""
 
     def __init__(self, limit: int, *, pinned: bool) -> None:
         self._left = limit // BLOCK_BYTES
@@ -285,7 +285,7 @@ class _Pool:
         return taken
 
     def give(self, blocks: list[Tensor]) -> None:
-        """Take blocks back."""
+        """Return blocks to the pool."""
         self._free += blocks
 
 
@@ -298,27 +298,27 @@ class _Away:
         self._size, self._device = content.numel(), content.device
         self._blocks = blocks
         self._copied: Any = None
-        """Event after the last copy, if the GPU's stream hasn't waited for it yet."""
+        """CUDA event after the last copy; None once the stream that uses the storage waits for it."""
         self.address = content.data_ptr()
 
     def copy_out(self, stream: Any) -> None:
-        """Start copying to the host."""
+        """Start to copy the storage to the host."""
         assert self._content is not None
         self._copy([*zip(self._blocks, self._content.split(BLOCK_BYTES), strict=True)], stream)
 
     def copy_in(self, stream: Any) -> None:
-        """Start copying to the GPU, unless it is there."""
+        """Start to copy the storage to the GPU, unless it is there."""
         if self._content is None:
             self._content = torch.empty(self._size, dtype=torch.uint8, device=self._device)
             self._copy([*zip(self._content.split(BLOCK_BYTES), self._blocks, strict=True)], stream)
 
     def free_device(self) -> None:
-        """Free the GPU's memory, after the copy."""
+        """Free the storage's GPU memory once the copy to the host is done."""
         self._wait()
         self._content = None
 
     def content(self) -> Tensor:
-        """Return the bytes on the GPU, for use in its current stream."""
+        """Return the storage's bytes on the GPU, for use in the current stream: uint8 [size]."""
         self._owner.fetch(self._order)
         self._wait()
         assert self._content is not None
@@ -344,14 +344,14 @@ class _Away:
 
 
 class _OffloadedTensor(Deferred):
-    """A saved tensor whose storage is offloaded."""
+    """Placeholder for a saved tensor whose storage is offloaded."""
 
     def __init__(self, away: _Away, tensor: Tensor) -> None:
         self._away = away
         self._dtype, self._geometry = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def __call__(self) -> Tensor:
-        """Return the tensor on the device."""
+        """Return the tensor, fetched to its device."""
         content = self._away.content()
         return torch.empty(0, dtype=self._dtype, device=content.device).set_(content.untyped_storage(), *self._geometry)
 

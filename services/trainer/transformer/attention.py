@@ -24,7 +24,7 @@ from services.trainer.transformer.sequence_layout import (
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence, by the layout's kernel; `query_slice` limits the queries, if set.
+    """Causal attention within each packed sequence, by the kernel that the layout names.
 
     Layers that Megatron's `window_attn_skip_freq` marks attend only to the last tokens (`window_size`).
     """
@@ -35,7 +35,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.scale = softmax_scale
         self.window: int | None = None
-        """Number of tokens that a token attends to, itself included; None for all before it."""
+        """Sliding window: number of tokens that a token attends to, with itself; None for all before it."""
         if config.window_size and is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
@@ -44,9 +44,9 @@ class PackedAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, recompute: Recompute
     ) -> Tensor:
-        """Attend: query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size].
+        """Compute attention: query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size].
 
-        With a `query_slice` in the layout, query and output have only its tokens: this rank's, or all.
+        If the layout has a `query_slice`, query and output have only the slice's tokens.
         """
         scale = self.scale or query.shape[-1] ** -0.5
         if layout.query_slice is not None:
@@ -88,14 +88,14 @@ class PackedAttention(MegatronModule):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
-        """Return {}: there are no parameters."""
+        """Return {}: attention has no parameters to save."""
         return {}
 
 
 def slice_by_pieces(
     query: Tensor, key: Tensor, value: Tensor, own: QuerySlice, scale: float, window: int | None
 ) -> Tensor:
-    """Return the result of `slice_by_varlen`, computed by a masked attention call for each piece."""
+    """Return the attention of a query slice like `slice_by_varlen`, by one masked call for each sequence's piece."""
     outputs, queries_end, keys_end = [], 0, 0
     for queries, keys in own.lengths:
         queries_end, keys_end = queries_end + queries, keys_end + keys

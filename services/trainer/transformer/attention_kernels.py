@@ -1,4 +1,4 @@
-"""The choice of attention kernel: the first one that works on this machine, tried once per process."""
+"""Chooses the attention kernel: the first that works on this machine. Kernels are tried once per process."""
 
 import inspect
 import logging
@@ -41,7 +41,7 @@ def attention_kernel(
     *,
     sliced: bool = False,
 ) -> AttentionKernel:
-    """Return the kernel to use; log it once, with the reason if a faster one doesn't work.
+    """Return the name of the attention kernel to use. Log it once, and why a faster kernel doesn't work.
 
     Args:
         device: device of the computation.
@@ -61,7 +61,7 @@ def attention_kernel(
 
 @lru_cache
 def takes_prompts_once(kernel: AttentionKernel, configured: str, head_size: int, windowed: bool) -> bool:
-    """Return whether attention can compute a shared prompt's queries only once; log it, with the reason if not.
+    """Return True if attention can compute the queries of a shared prompt only once. Log it, with the reason if not.
 
     Args:
         kernel: the kernel for whole sequences.
@@ -122,10 +122,12 @@ def _on_gpu(configured: str, head_size: int, windowed: bool) -> AttentionKernel:
 
 
 def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys each query attends to: its own and the window - 1 before. Queries belong to the last keys.
+    """Return a mask of the keys that each query attends to: its own and the window - 1 before.
+
+    The queries belong to the last keys.
 
     Returns:
-        bool [queries, keys].
+        The mask, bool [queries, keys].
     """
     before = keys - queries
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before).triu(before + 1 - window)
@@ -168,7 +170,7 @@ def varlen_attention(
 def slice_by_varlen(
     query: Tensor, key: Tensor, value: Tensor, own: QuerySlice, scale: float, window: int | None
 ) -> Tensor:
-    """Return the attention of a query slice, computed by `varlen_attention` with one sequence for each piece.
+    """Return the attention of a query slice, by one call of `varlen_attention` for all pieces of sequences.
 
     `key` and `value` are in the order of the slice's slots.
     """
@@ -178,14 +180,14 @@ def slice_by_varlen(
 
 @lru_cache
 def _grouped_heads() -> dict[str, bool]:
-    """Return the argument that torch 2.13 and later need for grouped-query attention."""
+    """Return the keyword argument that enables grouped-query attention in torch 2.13 and later; {} in older torch."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _newest_flash_attention(head_size: int, windowed: bool) -> str:
-    """Switch torch's kernel to FlashAttention 3 if it is installed and works; return the version in use."""
+    """Switch torch to FlashAttention 3 if it is installed and works. Return the name of the version in use."""
     try:
         from torch.nn import attention
 
@@ -214,7 +216,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Te
 
 
 def _varlen_in_slices(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """Compute attention by query slices that cut sequences."""
+    """Try `slice_by_varlen`: compute attention in slices of the queries, some of which begin within a sequence."""
     tokens, outputs = sum(LENGTHS), []
     sequences = [((begin, end), np.arange(begin, end)) for begin, end in pairwise(np.cumsum([0, *LENGTHS]).tolist())]
     for begin, end in pairwise((0, 200, 350, tokens)):
@@ -227,7 +229,7 @@ def _varlen_in_slices(query: Tensor, key: Tensor, value: Tensor, window: int | N
 def _failure(
     attend: Callable[[Tensor, Tensor, Tensor, int | None], Tensor], head_size: int, windowed: bool
 ) -> str | None:
-    """Compare a kernel, forward and backward, with the formula in float32. Return the failure or None."""
+    """Compare a kernel, forward and backward, with the formula in float32. Return how it fails, or None."""
     try:
         if attend is _cudnn and torch.cuda.get_device_capability() < (9, 0):
             return f"the GPU has compute capability {torch.cuda.get_device_capability()}"

@@ -19,19 +19,18 @@ from relaxd.models.layouts import ContextDivision
 
 @dataclass(frozen=True)
 class ContextRanks:
-    """The ranks with which this rank shares attention."""
+    """Process groups of the ranks with which this rank shares attention."""
 
     exchanging: dist.ProcessGroup | None = None
-    """Neighbours that exchange tokens for heads; None: this rank keeps its heads."""
+    """Neighbouring ranks that exchange tokens for heads; None if there is nothing to exchange."""
     gathering: dist.ProcessGroup | None = None
-    """Ranks with the same heads in all groups of neighbours, in the order of their tokens; None: this rank has all
-    tokens."""
+    """Ranks with the same heads in all groups of neighbours, in order of tokens; None if this rank has all tokens."""
     copies: int = 1
     """Number of exchanging ranks with the same key-value head."""
 
 
 def context_ranks(context: dist.ProcessGroup, division: ContextDivision, timeout: timedelta) -> ContextRanks:
-    """Return the groups of this rank. All ranks of the world call it together: it creates process groups.
+    """Create the process groups that share attention, and return those of this rank. Collective over the world.
 
     Args:
         context: the context-parallel ranks.
@@ -78,7 +77,7 @@ def copy_kv_heads(qkv: Tensor, copies: int, head_size: int) -> Tensor:
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the tokens of all ranks: [T / ranks, ...] -> [T, ...]. The backward pass adds up all ranks' gradients."""
+    """Gather the tokens of all ranks: [T / ranks, ...] -> [T, ...]. The backward pass sums all ranks' gradients."""
     gathered: Tensor = _Gather.apply(x, group)
     return gathered
 

@@ -21,7 +21,7 @@ _BFLOAT16, _FLOAT, _INT32, _INT64 = (getattr(cudnn.data_type, name) for name in 
 
 
 MAX_STATISTICS_RATIO = 4
-"""Maximum memory of softmax statistics padded to the longest sequence, relative to packed ones. Beyond it they are
+"""Maximum memory of softmax statistics padded to the longest sequence, as a multiple of packed. Beyond it they are
 packed, which makes the backward pass slower by up to a tenth."""
 
 
@@ -81,7 +81,7 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """The shape of a call: the key of its plan."""
+    """Shapes and options of a cuDNN call. Calls of the same shape share a plan."""
 
     device: int
     count: int
@@ -147,7 +147,7 @@ def _execute(plan: _Plan, tensors: dict[str, Tensor]) -> None:
 
 
 class _Builder:
-    """Builds the graph of one direction, forward or backward."""
+    """Builds the cuDNN graph of a forward or backward pass."""
 
     def __init__(self, shape: _Shape) -> None:
         self.shape = shape
@@ -170,14 +170,14 @@ class _Builder:
         return self.graph.tensor(name=name, dim=dim, stride=[math.prod(dim[i + 1 :]) for i in range(4)], data_type=kind)
 
     def add_heads(self, name: str, *, like: str) -> None:
-        """Add an input [T, heads, size], which is [sequences, heads, longest, size] for cuDNN."""
+        """Add an input tensor [T, heads, size] to the graph. cuDNN sees it as [sequences, heads, longest, size]."""
         dim, stride, offsets = self.geometry(like)
         self.tensors[name] = self.graph.tensor(
             name=name, dim=dim, stride=stride, data_type=_BFLOAT16, ragged_offset=offsets
         )
 
     def add_statistics(self, tensor: Any = None) -> None:
-        """Add the softmax's log-sum-exp, float32: an output of the graph if `tensor` is given, otherwise an input."""
+        """Add the softmax's log-sum-exp, float32, to the graph: as output `tensor` if given, otherwise as input."""
         shape = self.shape
         dim = [shape.count, shape.heads, shape.longest, 1]
         stride = [shape.heads * shape.longest, shape.longest, 1, 1]
@@ -192,20 +192,20 @@ class _Builder:
         self.tensors["stats"] = tensor
 
     def geometry(self, like: str) -> tuple[list[int], list[int], Any]:
-        """Return dimensions, strides and offsets of the "queries" or the "keys"."""
+        """Return dimensions, strides and ragged offsets of a tensor `like` "queries" or "keys"."""
         shape = self.shape
         heads = shape.heads if like == "queries" else shape.kv_heads
         dim = [shape.count, heads, shape.longest, shape.size]
         return dim, [shape.longest * heads * shape.size, shape.size, heads * shape.size, 1], self.tensors[f"in_{like}"]
 
     def set_output(self, name: str, tensor: Any, *, like: str) -> None:
-        """Give an output of the graph the layout of the "queries" or the "keys"."""
+        """Make `tensor` an output of the graph, with the layout of "queries" or "keys"."""
         dim, stride, offsets = self.geometry(like)
         tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(_BFLOAT16).set_ragged_offset(offsets)
         self.tensors[name] = tensor
 
     def masks(self) -> dict[str, Any]:
-        """Return the arguments for a causal mask within each sequence's length, and within the window."""
+        """Return cuDNN's arguments for the scale and for a causal mask within sequences and window."""
         window = {} if self.shape.window is None else {"diagonal_band_left_bound": self.shape.window}
         return {
             "attn_scale": self.shape.scale,
@@ -218,7 +218,7 @@ class _Builder:
         }
 
     def build(self) -> _Plan:
-        """Build the plan."""
+        """Build the execution plan of the graph."""
         self.graph.validate()
         self.graph.build_operation_graph()
         self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])

@@ -35,13 +35,14 @@ from services.trainer.transformer.sequence_layout import CHUNK, ChunkTree
 
 
 class GatedDeltaNet(MegatronModule):
-    """Projection, convolution, gated delta rule, gated norm, projection. Tensor-parallel ranks divide the key heads.
+    """Gated delta net: projection, convolution, gated delta rule, gated norm, projection.
 
-    Parameter names differ from attention's, because checkpoints require one shape per name over all layers.
+    Tensor-parallel ranks divide the key heads. Parameter names differ from attention's, because checkpoints require one
+    shape per name over all layers.
 
     Attributes:
-        linear_in: the projection to q, k, v v ..., z z ..., b b ..., a a ... for each key head, which has several
-            values (v), gates (z), strengths (b) and decays (a).
+        linear_in: projection to q, k, v v ..., z z ..., b b ..., a a ... for each key head, which has several values
+            (v), gates (z), strengths (b) and decays (a).
         convolution: [channels, tokens], over each key head's q, k, v v ...
         A_log, dt_bias: [value heads], parameters of the decays.
         norm: [value size].
@@ -53,7 +54,7 @@ class GatedDeltaNet(MegatronModule):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self.sizes, self.shared, self.key_heads = sizes, shared, sizes.key_heads // ranks
         self.channels = 2 * sizes.key_size + shared * sizes.value_size
-        """Number of convolved channels per key head."""
+        """Number of channels per key head that pass through the convolution."""
         settings: dict[str, Any] = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
         width = 2 * sizes.keys + 2 * sizes.values + 2 * sizes.value_heads
         self.linear_in = backend.column_parallel_linear()(
@@ -77,7 +78,7 @@ class GatedDeltaNet(MegatronModule):
         return parameter
 
     def forward(self, x: Tensor, tree: ChunkTree) -> Tensor:
-        """Run the layer. The backward pass recomputes the large values between the projections instead of keeping them.
+        """Run the gated delta net on a micro-batch. The backward pass recomputes large values between the projections.
 
         Args:
             x: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
@@ -120,7 +121,7 @@ class GatedDeltaNet(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the parameters as shards, for a checkpoint that any parallel layout can load."""
+        """Return the parameters as Megatron's shards, for a checkpoint that any parallel layout can load."""
         own = {name: parameter for name, parameter in self.named_parameters() if "." not in name}
         divided = dict.fromkeys(own.keys() - {"norm"}, 0)
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, divided, sharded_offsets)
@@ -130,7 +131,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def causal_convolution(x: Tensor, weight: Tensor, tree: ChunkTree) -> Tensor:
-    """Convolve each channel within each sequence, with zeros before the first token.
+    """Convolve each channel over the tokens of each sequence, with zeros before the first token.
 
     Args:
         x: [T, channels].
@@ -150,7 +151,7 @@ def causal_convolution(x: Tensor, weight: Tensor, tree: ChunkTree) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, tree: ChunkTree
 ) -> Tensor:
-    """Compute the outputs of all tokens, each sequence from a state of zeros.
+    """Apply the gated delta rule to all tokens. Each sequence starts from a state of zeros.
 
     A key head serves several value heads, each of which has a state.
 
@@ -211,10 +212,10 @@ def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, epsilon: float) -> Tenso
 
 
 def _in_chunks(x: Tensor, tree: ChunkTree) -> Tensor:
-    """Return tokens in chunks, with zeros in empty places: [T, ...] -> [N, CHUNK, ...]."""
+    """Arrange tokens in chunks, with zeros in empty places: [T, ...] -> [N, CHUNK, ...]."""
     return _with_zeros(x).index_select(0, tree.token_of_place).unflatten(0, (-1, CHUNK))
 
 
 def _with_zeros(x: Tensor) -> Tensor:
-    """Append a row of zeros, which index T refers to."""
+    """Append a row of zeros as row T, for places without a token."""
     return torch.cat((x, x.new_zeros(1, *x.shape[1:])))

@@ -1,4 +1,4 @@
-"""Query, key and value heads: split from their common projection, normalised per head, rotated."""
+"""Query, key and value heads: split from a common projection, normalised per head, and rotated."""
 
 from typing import Any, NamedTuple
 
@@ -10,18 +10,18 @@ from services.trainer.transformer.kernels import fused_kernels
 
 
 class Rotary(NamedTuple):
-    """A rotary embedding for one size of head."""
+    """Frequencies and scale of a rotary embedding, for one size of head."""
 
     frequencies: Tensor
-    """float32 [head_size / 2]: radians per position. Fewer, if only the beginning of a head is rotated."""
+    """Angular frequencies in radians per position, float32 [rotated width / 2]."""
     scale: float = 1.0
-    """Factor of cosine and sine (YaRN)."""
+    """Factor that multiplies cosine and sine (YaRN)."""
     axes: Tensor | None = None
-    """int64 of the same length: axis of the positions [3, T] for each frequency (M-RoPE); None: positions have one
-    axis."""
+    """Axis of positions for each frequency in M-RoPE (0 time, 1 row, 2 column), int64 of the same length; None if
+    positions have one axis."""
 
     def to(self, device: torch.device) -> "Rotary":
-        """Return the embedding on a device."""
+        """Return the rotary embedding with its tensors on a device."""
         axes = None if self.axes is None else self.axes.to(device)
         return Rotary(self.frequencies.to(device), self.scale, axes)
 
@@ -29,7 +29,7 @@ class Rotary(NamedTuple):
 def split_heads(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, table: Tensor, head_size: int, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split into queries, keys and values, normalise per head, and rotate.
+    """Split a projection into queries, keys and values. Normalise queries and keys per head, and rotate both.
 
     Args:
         qkv: [T, groups, (queries + 2) x head_size]: each key-value head with its query heads before it.
@@ -58,7 +58,7 @@ def split_heads(
 
 
 def split_gates(qkv: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Split off the output gates, each of which follows its query head.
+    """Separate the output gates, each of which follows its query head, from a projection.
 
     Args:
         qkv: [T, groups, (2 x queries + 2) x head_size].
@@ -73,7 +73,7 @@ def split_gates(qkv: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
-    """Normalise x [..., size] and multiply it by scale [size], which may be more precise."""
+    """Compute the RMSNorm of x [..., size], times `scale` [size], which may have a more precise dtype."""
     if scale.dtype == x.dtype:
         return functional.rms_norm(x, scale.shape, scale, epsilon)
     return functional.rms_norm(x.to(scale.dtype), scale.shape, scale, epsilon).to(x.dtype)
@@ -114,7 +114,7 @@ def rotary_table(positions: Tensor, rotary: Rotary) -> Tensor:
 
     Args:
         positions: int64 [T], each token's position in its sequence; or float32 [3, T], by time, row and column.
-        rotary: the embedding, on the same device; with axes for positions [3, T].
+        rotary: the rotary embedding, on the same device; with axes for positions [3, T].
 
     Returns:
         float32 [2, T, 1, number of frequencies].
@@ -127,7 +127,7 @@ def rotary_table(positions: Tensor, rotary: Rotary) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Apply the rotary embedding (the "rotate half" convention of Hugging Face) to x [T, heads, head_size].
+    """Rotate x [T, heads, head_size] by the angles of a rotary table (Hugging Face's "rotate half" convention).
 
     A narrower table rotates only the beginning of each head.
     """

@@ -68,7 +68,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
-    """Return silu(gate) * up * weight.
+    """Return silu(gate) * up * weight of each row.
 
     Args:
         x: [R, 2 n]: gate, then up.
@@ -86,7 +86,7 @@ def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and of the weights, and the recomputed output.
+    """Return the gradients of x and weights of `weighted_swiglu`, and its output again.
 
     Args:
         x: [R, 2 n].
@@ -114,7 +114,7 @@ def _fused(x: Tensor) -> bool:
 
 
 class Experts(MegatronModule):
-    """This rank's experts, or its columns of all experts.
+    """The experts of this rank, or this rank's columns of all experts.
 
     Attributes:
         linear_fc1: [experts, 2, ffn, hidden], gate and up.
@@ -143,11 +143,11 @@ class Experts(MegatronModule):
         return parameter
 
     def forward(self, x: Tensor, routing: Routing, *, recompute: bool = False) -> Tensor:
-        """Compute the weighted sum of each token's experts.
+        """Compute the weighted sum of the outputs of each token's experts.
 
         Args:
             x: [T, hidden], this rank's tokens.
-            routing: their experts and weights.
+            routing: experts and weights of these tokens.
             recompute: compute the first product again in the backward pass instead of keeping it.
 
         Returns:
@@ -189,7 +189,7 @@ class Experts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the parameters as shards, for a checkpoint that any parallel layout can load."""
+        """Return the parameters as Megatron's shards, for a checkpoint that any parallel layout can load."""
         before = len(sharded_offsets)
         offsets = (
             *sharded_offsets,
@@ -209,7 +209,7 @@ class Experts(MegatronModule):
 
 
 class ExpertExchange:
-    """The exchange of one layer's rows with their experts' ranks.
+    """Exchanges the rows of one layer with the ranks of their experts.
 
     torch's all-to-all needs the sizes on the host, so the host waits for the device once per layer, in `to_experts`.
     Kernels enqueued between the constructor and that call overlap the wait.
@@ -237,25 +237,28 @@ class ExpertExchange:
         self._splits: tuple[list[int], list[int]] | None = None
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """Send rows [R, width], sorted by expert; return the rows for this rank's experts, by source rank."""
+        """Send rows [R, width], sorted by expert, to the experts' ranks.
+
+        Return the rows for this rank's experts, in order of source rank.
+        """
         sent, received = self._wait_for_sizes()
         arrived: Tensor = all_to_all(self._group, rows, received, sent)
         return arrived
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        """Send the experts' outputs back to the rows' ranks; return this rank's rows, sorted by expert."""
+        """Send the outputs of this rank's experts back. Return the outputs of this rank's rows, sorted by expert."""
         sent, received = self._wait_for_sizes()
         arrived: Tensor = all_to_all(self._group, rows, sent, received)
         return arrived
 
     def sort(self) -> tuple[Tensor, Tensor]:
-        """Return places [R, 1] that sort the received rows by expert, and the experts' ends; see `sort_by_expert`."""
+        """Return where each received row goes when sorted by expert, [R, 1], and the end of each expert's rows."""
         experts = torch.arange(self._here, device=self._received.device).repeat(self._group.size())
         each = experts.repeat_interleave(self._received.flatten(), output_size=sum(self._wait_for_sizes()[1]))
         return sort_by_expert(each.unsqueeze(1), self._here)
 
     def _wait_for_sizes(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of rows sent to and received from each rank."""
+        """Wait for the device. Return the numbers of rows sent to and received from each rank."""
         if self._splits is None:
             if self._ready is not None:
                 self._ready.synchronize()
@@ -265,7 +268,7 @@ class ExpertExchange:
 
 
 class _Experts(torch.autograd.Function):
-    """The experts' MLPs on tokens, with one row per token and expert.
+    """Autograd function of the experts' MLPs on tokens, with a row for each token and expert.
 
     The backward pass keeps the inputs and, without `recompute`, the first product. It recomputes the tokens' copies and
     the second product's input, at the cost of one pass over memory each.
@@ -308,10 +311,10 @@ class _Experts(torch.autograd.Function):
 
 
 class DenseMLP(MLP):
-    """Megatron's MLP (its products and their tensor parallelism) with our SwiGLU."""
+    """Dense MLP: Megatron's matrix products and tensor parallelism, with our SwiGLU."""
 
     def __init__(self, config: TransformerConfig, ffn_size: int | None = None) -> None:
-        """Use `ffn_size` as inner width, by default the configuration's."""
+        """Create an MLP of inner width `ffn_size`, by default the configuration's."""
         if ffn_size is not None:
             config = copy(config)
             config.ffn_hidden_size = ffn_size
@@ -331,7 +334,7 @@ class DenseMLP(MLP):
 
 
 class MixtureOfExperts(MegatronModule):
-    """Replaces the MLP of a dense layer.
+    """Mixture of experts in place of a dense MLP: router, experts, and a shared expert if configured.
 
     No token is dropped. The host never waits for the device; with expert parallelism it waits once per layer.
     """
@@ -346,7 +349,7 @@ class MixtureOfExperts(MegatronModule):
             self.shared_expert_gate = SharedExpertGate(config)
 
     def forward(self, x: Tensor, inputs: RouterInputs, layer: int, recompute: Recompute) -> Tensor:
-        """Send each token through its experts.
+        """Run each token through its experts, and through the shared expert if there is one.
 
         Args:
             x: [T, 1, hidden], this rank's tokens.
@@ -367,7 +370,7 @@ class MixtureOfExperts(MegatronModule):
 
 
 class SharedExpertGate(MegatronModule):
-    """Weight of the shared expert for each token (Qwen2-MoE): sigmoid(x @ weight.T), in float32."""
+    """Computes the shared expert's weight for each token (Qwen2-MoE): sigmoid(x @ weight.T), in float32."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -376,5 +379,5 @@ class SharedExpertGate(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the weights: x [..., hidden] -> [..., 1]."""
+        """Return each token's weight of the shared expert: x [..., hidden] -> [..., 1]."""
         return float32_logits(x.flatten(0, -2), self.weight).view(*x.shape[:-1], 1).sigmoid().to(x.dtype)

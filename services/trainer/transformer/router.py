@@ -27,7 +27,7 @@ from services.trainer.transformer.routing import Routing
 
 
 class Router(MegatronModule):
-    """Softmax routing in float32, as in Qwen's and Mixtral's models.
+    """Router with softmax in float32, as in Qwen's and Mixtral's models.
 
     Attributes:
         load: int64 [experts], tokens routed to each expert on this rank since `reset_counters`.
@@ -54,7 +54,7 @@ class Router(MegatronModule):
         self.recorded: list[Tensor] | None = None
 
     def forward(self, x: Tensor, weight: float = 0.0, experts: Tensor | None = None) -> Routing:
-        """Route this rank's tokens.
+        """Choose the experts of this rank's tokens, and compute the experts' weights.
 
         Args:
             x: [T, hidden].
@@ -81,7 +81,8 @@ class Router(MegatronModule):
         return Routing(chosen, weights)
 
     def _with_losses(self, weights: Tensor, logits: Tensor, counts: Tensor, weight: float) -> Tensor:
-        """Attach the router's own losses to the weights, so that the backward pass includes their gradient.
+        """Compute the router's balance loss and z-loss. Attach both to the weights, so that the backward pass includes
+        the gradients.
 
         A rank with a slice of the micro-batch adds its part; the sum over ranks is the micro-batch's loss.
         """
@@ -104,7 +105,7 @@ class Router(MegatronModule):
 
 
 def _with_given(given: Tensor, own: Tensor) -> Tensor:
-    """Return the given experts, and the router's own choice where they are negative."""
+    """Return the given experts, or the router's own choice where the given are negative."""
     if given.shape != own.shape:
         raise ValueError(f"experts is {list(given.shape)}: it must be [tokens, top_k] = {list(own.shape)}")
     return torch.where(given < 0, own, given.long())
@@ -158,7 +159,7 @@ class _Float32Logits(torch.autograd.Function):
 
 @contextmanager
 def recording(routers: Sequence[Router]) -> Iterator[None]:
-    """Record the routers' choices in the block: passes without gradients, micro-batch after micro-batch."""
+    """Record the experts that routers choose in the block: passes without gradients, one micro-batch after another."""
     for router in routers:
         router.recorded = []
     try:
@@ -171,7 +172,7 @@ def recording(routers: Sequence[Router]) -> Iterator[None]:
 def recorded_experts(
     routers: Sequence[Router], micro_batches: Sequence[PackedMicroBatch], world: World
 ) -> list[NDArray[np.unsignedinteger]]:
-    """Return the routers' choices since `recording` began. Collective in a data-parallel replica.
+    """Return the experts that routers chose since `recording` began. Collective in a data-parallel replica.
 
     Args:
         routers: this stage's routers, by layer.
@@ -209,7 +210,7 @@ def recorded_experts(
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of a group's ranks, in the order of the ranks, along a new first dimension."""
+    """Gather a tensor from all ranks of a group, stacked in order of rank: [...] -> [ranks, ...]."""
     if group.size() == 1:
         return tensor.unsqueeze(0)
     parts = torch.empty((group.size(), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -219,7 +220,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reset_counters(routers: Sequence[Router]) -> None:
-    """Set the routers' counters to zero."""
+    """Set the routers' counters of load, losses and replaced choices to zero."""
     for router in routers:
         router.load.zero_()
         router.losses.zero_()
@@ -227,7 +228,7 @@ def reset_counters(routers: Sequence[Router]) -> None:
 
 
 def routing_metrics(routers: Sequence[Router], world: World, *, with_losses: bool) -> dict[str, float]:
-    """Return the step's metrics from the routers' counters, on all ranks. All ranks call it together.
+    """Compute the step's metrics from the routers' counters, on all ranks. Collective.
 
     Args:
         routers: this stage's routers, at least one.

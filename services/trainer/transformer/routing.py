@@ -15,35 +15,35 @@ from services.trainer.transformer.kernels import fused_kernels
 
 @dataclass(frozen=True)
 class RouterInputs:
-    """Inputs of the routers for one micro-batch."""
+    """What the routers need for one micro-batch besides its tokens."""
 
     weight: float = 0.0
-    """Total weight of the micro-batch's tokens in the step's loss. It scales the routers' own losses, so that they are
-    averaged over a step like the tokens' loss."""
+    """Total weight of the micro-batch's tokens in the step's loss. The routers' own losses are multiplied by it, and so
+    averaged over the step."""
     experts: Tensor | None = None
-    """int16 [layers of this stage, T, top_k], T being this rank's tokens: experts chosen earlier, for routers that
-    replay them (`Router.replays`). Where they are negative, the router chooses. It always computes the weights."""
+    """Experts to use for this rank's T tokens, int16 [layers of this stage, T, top_k], in routers with
+    `Router.replays`. Where negative, the router chooses. Weights are always the router's."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Experts and weights of a layer's tokens."""
+    """Chosen experts of a layer's tokens, and the experts' weights."""
 
     experts: Tensor
-    """int64 [T, top_k]."""
+    """Chosen experts of each token, int64 [T, top_k]."""
     weights: Tensor
-    """float32 [T, top_k], differentiable."""
+    """Weights of the chosen experts, float32 [T, top_k], differentiable."""
 
 
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Assign a row to each copy of a token: an expert's rows are consecutive and in the tokens' order.
+    """Assign a row to each pair of token and expert. An expert's rows are consecutive, in the order of tokens.
 
     Args:
         experts: int64 [T, K], the experts of each token.
         count: number of experts.
 
     Returns:
-        int64 [T, K], the rows of each token's copies; int32 [count], the end of each expert's rows.
+        The rows of each token, int64 [T, K], and the end of each expert's rows, int32 [count].
     """
     found, order = experts.flatten().to(torch.int16 if count < 1 << 15 else torch.int32).sort(stable=True)
     places = torch.empty_like(order)
@@ -53,14 +53,14 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def copy_to_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Copy each token to its rows.
+    """Copy each token to the rows of its experts.
 
     Args:
-        x: [T, width].
+        x: tokens, [T, width].
         places: int64 [T, K], a permutation of the rows.
 
     Returns:
-        [T x K, width].
+        Rows, [T x K, width].
     """
     if _fused(x):
         from services.trainer.transformer.kernels import expert_kernels
@@ -72,14 +72,14 @@ def copy_to_rows(x: Tensor, places: Tensor) -> Tensor:
 
 
 def sum_of_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Sum the rows of each token in float32, always in the same order.
+    """Sum the rows of each token's experts, in float32 and always in the same order.
 
     Args:
-        rows: [T x K, width].
+        rows: experts' rows, [T x K, width].
         places: int64 [T, K], a permutation of the rows.
 
     Returns:
-        [T, width].
+        Tokens, [T, width].
     """
     if _fused(rows):
         from services.trainer.transformer.kernels import expert_kernels
@@ -89,11 +89,11 @@ def sum_of_rows(rows: Tensor, places: Tensor) -> Tensor:
 
 
 class CopyToRows(torch.autograd.Function):
-    """`copy_to_rows` for autograd."""
+    """Autograd function of `copy_to_rows`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        """Copy each token to its rows."""
+        """Copy each token to the rows of its experts."""
         ctx.save_for_backward(places)
         return copy_to_rows(x, places)
 
@@ -104,17 +104,17 @@ class CopyToRows(torch.autograd.Function):
 
 
 class SumOfRows(torch.autograd.Function):
-    """`sum_of_rows` for autograd."""
+    """Autograd function of `sum_of_rows`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        """Sum the rows of each token."""
+        """Sum the rows of each token's experts."""
         ctx.save_for_backward(places)
         return sum_of_rows(rows, places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Copy each token's gradient to its rows."""
+        """Copy each token's gradient to the rows of its experts."""
         return copy_to_rows(grads[0].contiguous(), ctx.saved_tensors[0]), None
 
 

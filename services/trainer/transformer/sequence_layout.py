@@ -1,4 +1,4 @@
-"""The layout of sequences in a packed micro-batch, and moving tokens to their places in it.
+"""The layout of sequences in a packed micro-batch, and how tokens move to the places that attention needs.
 
 Attention needs every sequence whole, so a shared prompt is repeated in front of each response, and some kernels need
 padding. A *slot* is a place among these *scattered* tokens. Gated delta nets need sequences in chunks (`ChunkTree`).
@@ -21,25 +21,25 @@ from services.trainer.transformer.kernels import fused_kernels
 from services.trainer.transformer.routing import RouterInputs
 
 CHUNK = 64
-"""Maximum tokens of a chunk of a gated delta net, which are computed together. Its state passes from chunk to chunk."""
+"""Maximum tokens of a chunk. A gated delta net computes a chunk at once, and passes its state to the next chunk."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Maps between the T tokens of a row and P slots. A token of a shared prompt may have several slots."""
+    """Index maps between T packed tokens and P slots for attention. A shared prompt's tokens may have several slots."""
 
     token_of_slot: Tensor
-    """int64 [P]: the token in each slot."""
+    """Index of the token in each slot, int64 [P]."""
     slot_of_token: Tensor
-    """int64 [T]: first slot of each token with a slot."""
+    """First slot of each token, int64 [T]; 0 for tokens without a slot."""
     order: Tensor
-    """int64 [P]: all slots of the first token, then of the second ..."""
+    """Slots sorted by token, int64 [P]: all slots of the first token, then of the second, and so on."""
     order_begin: Tensor
-    """int64 [T + 1]: where each token's slots begin in `order`, then P."""
+    """Index in `order` at which each token's slots begin, then P: int64 [T + 1]."""
 
     @classmethod
     def of(cls, token_of_slot: NDArray[np.int64], tokens: int, device: torch.device) -> "Slots":
-        """Create the maps from `token_of_slot`, for a row of `tokens` tokens."""
+        """Create all index maps from `token_of_slot`, for `tokens` packed tokens."""
         slot_of_token = np.zeros(tokens, np.int64)
         slot_of_token[token_of_slot[::-1]] = np.arange(len(token_of_slot))[::-1]  # the last write wins: the first slot
         return cls(
@@ -51,30 +51,30 @@ class Slots:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Convert a numpy array to a tensor on `device`; a copy to a GPU is asynchronous."""
+    """Convert a numpy array to a tensor on `device`. The copy to a GPU is asynchronous."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True)
 class ChunkTree:
-    """N chunks of T tokens. Each is within one sequence, and begins where its parent ends.
+    """Division of T packed tokens into N chunks, each within a sequence and beginning where its parent chunk ends.
 
     Chunks without a parent begin a sequence. A shared prompt's last chunk is the parent of several responses' first
     chunks, so that the prompt is computed once.
     """
 
     token_of_place: Tensor
-    """int64 [N * CHUNK]: token in each place; T in the empty places of shorter chunks."""
+    """Index of the token in each place, int64 [N * CHUNK]. Empty places of shorter chunks have index T."""
     place_of_token: Tensor
-    """int64 [T]: place of each token."""
+    """Place of each token in its chunk, counted over all chunks: int64 [T]."""
     levels: tuple[int, ...]
-    """Number of chunks at each depth of the tree. Chunks are in this order, roots first."""
+    """Number of chunks at each depth of the tree, roots first. Chunks are in this order."""
     parents: Tensor
-    """int64 [N]: index of each chunk's parent within the previous level; 0 for roots."""
+    """Index of each chunk's parent within the previous level, int64 [N]; 0 for roots."""
     ancestors: Tensor
-    """int64 [A, T]: indices of the A tokens before each token in its sequence, nearest first. The index T stands for a
-    missing token, before the beginning of a sequence."""
+    """Indices of the A tokens before each token in its sequence, nearest first: int64 [A, T]. Index T stands for a
+    place before the sequence's beginning."""
 
 
 def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) -> ChunkTree:
@@ -133,25 +133,25 @@ def chunk_tree(batch: PackedMicroBatch, ancestors: int, device: torch.device) ->
 
 
 def scatter_to_sequences(x: Tensor, slots: Slots, *, sum_copies: bool) -> Tensor:
-    """Copy packed tokens to their slots: [T, ...] -> [P, ...].
+    """Copy packed tokens to their slots for attention: [T, ...] -> [P, ...].
 
     Args:
         x: the packed tokens.
-        slots: the slots.
-        sum_copies: sum the gradients of all copies of a token; otherwise only the first slot's gradient is used.
+        slots: maps between tokens and slots.
+        sum_copies: sum the gradients of all slots of a token; otherwise only the first slot's gradient is used.
     """
     scattered: Tensor = _Scatter.apply(x, slots, sum_copies)
     return scattered
 
 
 def gather_from_sequences(x: Tensor, slots: Slots) -> Tensor:
-    """Copy tokens from their first slots back to the packed order: [P, ...] -> [T, ...]."""
+    """Copy tokens from their first slots back to packed order: [P, ...] -> [T, ...]."""
     gathered: Tensor = _Gather.apply(x, slots)
     return gathered
 
 
 class _Scatter(torch.autograd.Function):
-    """x[token_of_slot]: a token for each slot. The backward pass is a lookup where possible.
+    """Autograd function of `scatter_to_sequences`. The backward pass is a lookup where possible.
 
     Padding comes last in its sequence and attention is causal, so padding has no gradient. Only tokens that are in
     several sequences have gradients to sum.
@@ -178,7 +178,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """x[slot_of_token]: each token from its first slot."""
+    """Autograd function of `gather_from_sequences`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
@@ -195,16 +195,19 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class QuerySlice:
-    """The queries of consecutive tokens, in one piece per sequence. A piece's keys end with its last query's token."""
+    """The queries of consecutive tokens, and the keys that these attend to, as one piece per sequence.
+
+    A piece's keys end with the token of its last query.
+    """
 
     lengths: tuple[tuple[int, int], ...]
     """Numbers of queries and keys of each piece."""
     cu_queries: Tensor
-    """int32 [pieces + 1]: first query of each piece, then the number of queries."""
+    """First query of each piece, then the number of queries: int32 [pieces + 1]."""
     cu_keys: Tensor
-    """int32 [pieces + 1]: first slot of each piece, then the number of slots."""
+    """First key slot of each piece, then the number of key slots: int32 [pieces + 1]."""
     slots: Slots
-    """Slots of the keys; their tokens are numbered within the whole row."""
+    """Slots of the keys. The tokens are numbered within the whole micro-batch."""
 
 
 def query_slice(
@@ -214,11 +217,11 @@ def query_slice(
     end: int,
     device: torch.device,
 ) -> QuerySlice:
-    """Make the slice of the tokens from `begin` to before `end`.
+    """Create the query slice of the tokens from `begin` to before `end`.
 
     Args:
         sequences: for each sequence, begin and end of its own tokens, and the places of all its tokens.
-        tokens: number of tokens in the row.
+        tokens: number of tokens in the micro-batch.
         begin: first token of the slice.
         end: token after the slice.
         device: device of the indices.
@@ -239,47 +242,47 @@ def query_slice(
 
 
 AttentionKernel = Literal["blocks", "varlen", "cudnn"]
-"""The implementation of attention: torch's scaled_dot_product_attention on padded blocks, torch's variable-length
-kernel, or cuDNN's kernel for packed sequences."""
+"""Attention kernel: torch's scaled_dot_product_attention on padded blocks, torch's variable-length kernel, or cuDNN's
+kernel for packed sequences."""
 MAX_PADDING = 0.25
-"""Maximum padding tokens of a padded attention call, relative to its other tokens."""
+"""Maximum ratio of padding tokens to other tokens in a padded attention call."""
 MAX_LENGTH_RATIO = 16
 """Maximum ratio of the longest to the shortest sequence in one cuDNN call."""
 MIN_SEQUENCES = 8
-"""Minimum number of shorter sequences for a separate cuDNN call."""
+"""Minimum number of shorter sequences that get a cuDNN call of their own."""
 MIN_LENGTH = 128
 """Sequence length, in tokens, up to which cuDNN's time doesn't depend on the length."""
 MIN_SAVING: dict[AttentionKernel, float] = {"cudnn": 3.0, "varlen": 1.25, "blocks": 1.25}
-"""By kernel, the minimum saving for which the queries of shared prompts are computed once: attention's work with a copy
-of the prompt per sample, relative to its work without copies. On GPUs torch's kernel computes them once; in a probe it
-reached 247 to 330 TFLOP/s, cuDNN's 577 to 597."""
+"""Minimum saving, by kernel, for which a shared prompt's queries are computed only once. The saving is attention's work
+with a prompt copy per sample, divided by the work without copies. On GPUs, torch's kernel computes prompts once: in a
+probe it reached 247 to 330 TFLOP/s, and cuDNN's 577 to 597."""
 
 
 @dataclass(frozen=True)
 class CudnnBatch:
     """Sequences of similar lengths for one cuDNN call.
 
-    Count and longest length are rounded up, so that few distinct shapes occur; the added sequences are empty.
+    Count and longest length are rounded up, so that few distinct shapes occur. Added sequences are empty.
     """
 
     count: int
-    """Number of sequences, with the added empty ones."""
+    """Number of sequences, including added empty sequences."""
     longest: int
-    """Upper bound of the lengths, in tokens."""
+    """Upper bound of the sequences' lengths, in tokens."""
     lengths: Tensor
-    """int32 [count]: tokens of each sequence."""
+    """Length of each sequence in tokens, int32 [count]."""
     begins: Tensor
-    """int64 [count + 1]: first slot of each sequence, then the number of slots."""
+    """First slot of each sequence, then the number of slots: int64 [count + 1]."""
 
 
 @dataclass(frozen=True)
 class DeepStack:
-    """Rows of a tower that the first layers add to the hidden states (arXiv 2406.04334)."""
+    """DeepStack (arXiv 2406.04334): rows of the vision tower that the first layers add to the hidden states."""
 
     places: Tensor
-    """int64 [M]: index of each row's token in this rank's slice."""
+    """Index of each of the M rows' token in this rank's slice, int64 [M]."""
     rows: Sequence[Tensor]
-    """[M, hidden] for each of the first layers."""
+    """Rows to add after each of the first layers, [M, hidden] each."""
 
     def add(self, hidden: Tensor, layer: int) -> Tensor:
         """Return a layer's output [T, 1, hidden] plus the layer's rows; `layer` counts from 0 over the whole model."""
@@ -290,35 +293,35 @@ class DeepStack:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
-    """Places of a packed micro-batch's sequences, in the forms that attention needs: T tokens, P slots."""
+    """Where sequences are in a micro-batch of T tokens and P slots, in the forms that attention kernels need."""
 
     cu_seqlens: Tensor
-    """int32 [sequences + 1]: first slot of each sequence, then P."""
+    """First slot of each sequence, then P: int32 [sequences + 1]."""
     longest: int
-    """Tokens of the longest sequence."""
+    """Length of the longest sequence, in tokens."""
     kernel: AttentionKernel
-    """The implementation of attention."""
+    """Attention kernel that the layers use."""
     blocks: tuple[tuple[int, int], ...]
-    """(sequences, padded length) of each padded attention call."""
+    """Number of sequences and padded length in tokens of each padded attention call, for the kernel "blocks"."""
     cudnn_batches: tuple[CudnnBatch, ...]
-    """The cuDNN calls."""
+    """Sequences of each cuDNN call, for the kernel "cudnn"."""
     as_packed: bool
-    """True if packed and scattered tokens are the same, so that none has to be moved."""
+    """True if slots equal packed tokens, so that no token has to be moved."""
     slots: Slots
-    """The slots. A sequence's tokens are repeated to pad it to its block."""
+    """Maps between packed tokens and slots. Repeated tokens pad a sequence to the length of its block."""
     shared: bool
     """True if any token is in more than one sequence."""
     query_slice: QuerySlice | None
-    """The queries of this rank's tokens, each once, if ranks divide attention's queries or samples share long prompts;
-    it replaces the fields above. None: attention uses the fields above."""
+    """The queries of this rank's tokens, each once, if ranks divide queries or samples share long prompts. Attention
+    then uses this instead of the fields above. None: attention uses the fields above."""
     context: ContextRanks
-    """The ranks with which this rank shares attention."""
+    """Process groups of the ranks with which this rank shares attention."""
     router: RouterInputs
-    """Inputs of the routers, in a mixture of experts."""
+    """Inputs of the expert routers, in models with experts."""
     chunks: ChunkTree | None
-    """The sequences' chunks, in a model with gated delta nets."""
+    """Chunks of the sequences, in models with gated delta nets; None in others."""
     deepstack: DeepStack | None = None
-    """Rows of media that the first layers add; None without media."""
+    """Rows of the vision tower that the first layers add to the hidden states; None without media."""
 
 
 def sequence_layout(
@@ -331,15 +334,15 @@ def sequence_layout(
     prompts_once: bool = False,
     convolution: int = 0,
 ) -> SequenceLayout:
-    """Lay out the sequences of a micro-batch.
+    """Compute the layout of a micro-batch's sequences.
 
     Args:
         batch: the micro-batch.
         device: device of the indices.
-        kernel: the implementation of attention. Only "blocks" needs padding: it puts sequences of similar length into
-            one padded block, for one attention call instead of one per sequence.
-        router: inputs of the routers, in a mixture of experts.
-        context: the ranks with which this rank shares attention, if there are any; they divide the tokens.
+        kernel: attention kernel. Only "blocks" needs padding: sequences of similar length share a padded block and an
+            attention call.
+        router: inputs of the expert routers, in models with experts.
+        context: process groups of the ranks that share attention and divide the tokens, if there are any.
         prompts_once: compute the queries of shared prompts once if that saves at least MIN_SAVING.
         convolution: tokens that a token's convolution reads in gated delta nets, itself included; 0: there are none.
     """
@@ -377,7 +380,7 @@ def sequence_layout(
 
 
 def _saving(lengths: Sequence[int], own_lengths: Sequence[int]) -> float:
-    """Return the ratio of query-key pairs in whole sequences to the pairs with each token's query once.
+    """Return the number of query-key pairs with repeated prompts, divided by the number with each query once.
 
     Args:
         lengths: tokens of each sequence.
@@ -388,7 +391,7 @@ def _saving(lengths: Sequence[int], own_lengths: Sequence[int]) -> float:
 
 
 def _blocks(lengths: Sequence[int]) -> list[list[int]]:
-    """Group the indices of sequences of similar length, longest first; equal lengths keep their order."""
+    """Group sequences of similar length into blocks for padding. Return their indices, longest sequence first."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     blocks: list[list[int]] = []
     for i in order:
@@ -403,7 +406,7 @@ def _blocks(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def cudnn_batches(lengths: Sequence[int], device: torch.device) -> tuple[CudnnBatch, ...]:
-    """Divide consecutive sequences among cuDNN calls.
+    """Divide sequences by length among cuDNN calls.
 
     A call starts the same number of programs for each sequence, enough for the longest; most of a short sequence's
     programs are idle. So a long sequence doesn't share a call with much shorter ones.
@@ -425,6 +428,6 @@ def cudnn_batches(lengths: Sequence[int], device: torch.device) -> tuple[CudnnBa
 
 
 def rounded_up(number: int, steps: int) -> int:
-    """Round up to one of `steps` numbers between consecutive powers of two."""
+    """Round up to the next of `steps` evenly spaced numbers between consecutive powers of two."""
     step = max((1 << (number - 1).bit_length()) // (2 * steps), 1)
     return -(-number // step) * step

@@ -16,11 +16,11 @@ from services.trainer.model.family import Config, Family
 FAMILIES: dict[str, Family] = {
     module.name: import_module(f"{__name__}.{module.name}").FAMILY for module in pkgutil.iter_modules(__path__)
 }
-"""Families by `model_type`."""
+"""Supported model families, by `model_type`."""
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read a model folder's config.json.
+    """Read the architecture from a model folder's config.json.
 
     Args:
         folder: a Hugging Face model folder.

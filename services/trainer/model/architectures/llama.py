@@ -5,7 +5,7 @@ from services.trainer.model.family import Config, Family, decoder
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Llama config.json."""
     bias = config.get("attention_bias", False)
     return decoder(config, qkv_bias=bias, output_bias=bias)
 

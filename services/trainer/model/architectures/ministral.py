@@ -5,7 +5,7 @@ from services.trainer.model.family import Config, Family, decoder, windows
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Ministral config.json."""
     config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
     layer = "full_attention" if config["sliding_window"] is None else "sliding_attention"
     types = config.get("layer_types") or [layer] * config["num_hidden_layers"]

@@ -21,7 +21,7 @@ from services.trainer.model.family import (
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Phi-3 config.json."""
     layer = "full_attention" if config.get("sliding_window") is None else "sliding_attention"
     shape = decoder(config, **windows(config, [layer] * config["num_hidden_layers"]))
     if shape.rope.scaling != "default":  # Phi's "yarn" is LongRoPE
@@ -30,31 +30,31 @@ def read(config: Config) -> Architecture:
 
 
 class FusedQueryKeyValue:
-    """`QueryKeyValue` from one fused tensor: all queries, then all keys, then all values."""
+    """Layout `QueryKeyValue`, read from one fused tensor: all queries, then all keys, then all values."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's heads."""
+        """Return this rank's query, key and value rows of the fused tensor."""
         query, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
         return QueryKeyValue.shard(parts[0].split([query, kv, kv]), rank, size, shape)
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the fused tensor of all heads."""
+        """Return the fused tensor: all queries, then all keys, then all values."""
         return [torch.cat(QueryKeyValue.merge(shards, shapes, shape))]
 
 
 class FusedGateUp:
-    """`ShardedRows` from one fused tensor: gate, then up."""
+    """Layout `ShardedRows`, read from one fused tensor: all rows of gate, then those of up."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's rows of both halves."""
+        """Return this rank's gate and up rows of the fused tensor."""
         return ShardedRows.shard(parts[0].chunk(2), rank, size, shape)
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the fused tensor of all rows."""
+        """Return the fused tensor: all rows of gate, then those of up."""
         rows, columns = shapes[0]
         return [torch.cat(ShardedRows.merge(shards, [(rows // 2, columns)] * 2, shape))]
 

@@ -7,12 +7,13 @@ from services.trainer.model.family import Config, Family, decoder, windows
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Qwen2 config.json."""
     return decoder({"num_key_value_heads": 32, **config}, qkv_bias=True, **qwen_windows(config))
 
 
 def qwen_windows(config: Config) -> dict[str, Any]:
-    """Return the fields `window` and `windowed`: `use_sliding_window` limits layers from `max_window_layers` on."""
+    """Return `window` and `windowed` of `Architecture`. With `use_sliding_window`, layers from `max_window_layers` on
+    have a window."""
     sliding, layers = config.get("use_sliding_window", False), config["num_hidden_layers"]
     first = config.get("max_window_layers", 28) if sliding else layers
     types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]

@@ -5,7 +5,7 @@ from services.trainer.model.family import Config, Family, decoder, experts, refu
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Qwen2-MoE config.json."""
     refuse(config, use_sliding_window=False)
     shared = config["shared_expert_intermediate_size"]
     bias = config.get("qkv_bias", True)

@@ -6,7 +6,7 @@ from services.trainer.model.family import Config, Family, decoder
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Qwen3 config.json."""
     bias = config.get("attention_bias", False)
     config = {"num_key_value_heads": 32, "head_dim": 128, **config}
     return decoder(config, qk_norm=True, qkv_bias=bias, output_bias=bias, **qwen_windows(config))

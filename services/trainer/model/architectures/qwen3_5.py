@@ -10,16 +10,16 @@ from services.trainer.model.architectures.qwen3_vl import as_in, tower, with_sec
 from services.trainer.model.family import Config, Family
 
 SECTIONS = (11, 11, 10)
-"""Default of `mrope_section`: numbers of frequencies for time, row and column."""
+"""Default of `mrope_section`: numbers of rotary frequencies for time, row and column."""
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family, whose decoder is `text_config`."""
+    """Read the architecture from a Qwen3.5 config.json, whose decoder is `text_config`."""
     return with_eyes(read_text(as_in(config, config["text_config"])), config)
 
 
 def with_eyes(shape: Architecture, config: Config) -> Architecture:
-    """Return a decoder with interleaved M-RoPE and Qwen3.5's tower.
+    """Add interleaved M-RoPE and Qwen3.5's vision tower to a decoder's architecture.
 
     Raises:
         ModelError: `mrope_section` doesn't fit the heads, or the tower's rows aren't as wide as the decoder.

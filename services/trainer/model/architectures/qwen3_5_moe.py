@@ -11,7 +11,7 @@ from services.trainer.model.family import Config, Family
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family, whose decoder is `text_config`."""
+    """Read the architecture from a Qwen3.5-MoE config.json, whose decoder is `text_config`."""
     return with_eyes(read_text(as_in(config, config["text_config"])), config)
 
 

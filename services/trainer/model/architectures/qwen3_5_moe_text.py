@@ -11,7 +11,7 @@ from services.trainer.model.family import Config, Family, ShardedColumns, expert
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Qwen3.5-MoE decoder config.json."""
     unused = config["moe_intermediate_size"]  # no layer has a dense MLP
     config = {"num_key_value_heads": 2, "norm_topk_prob": True, "intermediate_size": unused, **config}
     refuse(config, norm_topk_prob=True)

@@ -6,7 +6,7 @@ from services.trainer.model.family import Config, Family, layer_rule
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Qwen3.5 decoder config.json."""
     return hybrid({"num_key_value_heads": 4, **config})
 
 

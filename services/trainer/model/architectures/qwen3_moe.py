@@ -5,7 +5,7 @@ from services.trainer.model.family import Config, Family, decoder, experts, wind
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Qwen3-MoE config.json."""
     bias = config.get("attention_bias", False)
     windowed = {}
     if config.get("use_sliding_window", False):

@@ -29,13 +29,16 @@ from services.trainer.model.family import (
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family."""
+    """Read the architecture from a Qwen3-Next config.json."""
     config = {"num_key_value_heads": 2, "norm_topk_prob": True, **config}
     return hybrid(config, experts=experts(config, config["shared_expert_intermediate_size"]))
 
 
 def hybrid(config: Config, **switches: Any) -> Architecture:
-    """Read a decoder with gated delta nets and gated attention; `switches` are further fields of `Architecture`."""
+    """Read the architecture of a decoder with gated delta nets and gated attention.
+
+    `switches`: further fields of `Architecture`.
+    """
     refuse(config, attention_bias=False)
     config = {"head_dim": 256, "partial_rotary_factor": 0.25, **config}
     try:
@@ -54,33 +57,33 @@ def hybrid(config: Config, **switches: Any) -> Architecture:
 
 
 class KeyHeads:
-    """Layout in which each rank has whole key heads of a delta net: for each head, its rows of every part."""
+    """Layout that gives each rank whole key heads of a gated delta net. A head's rows of all parts are together."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's heads."""
+        """Return this rank's key heads: for each head, the rows of all parts."""
         heads = [part.reshape(_key_heads(shape), -1, part.shape[-1]) for part in parts]
         return torch.cat([part.chunk(size)[rank] for part in heads], dim=1).flatten(0, 1)
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the parts of all heads."""
+        """Return all parts whole, from the key heads of all ranks."""
         full = torch.cat(tuple(shards)).unflatten(0, (_key_heads(shape), -1))
         parts = full.split([one[0] // _key_heads(shape) for one in shapes], dim=1)
         return [part.reshape(one) for part, one in zip(parts, shapes, strict=True)]
 
 
 class FusedKeyHeads:
-    """`KeyHeads` whose first part is a fused tensor: all queries, then all keys, then all values."""
+    """Layout `KeyHeads`, with a fused tensor as first part: all queries, then all keys, then all values."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's heads."""
+        """Return this rank's key heads of the fused tensor and the other parts."""
         return KeyHeads.shard([*parts[0].split(_widths(shape)), *parts[1:]], rank, size, shape)
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the parts of all heads."""
+        """Return the fused tensor and the other parts, whole."""
         separate = [(width, *shapes[0][1:]) for width in _widths(shape)]
         query, key, value, *others = KeyHeads.merge(shards, [*separate, *shapes[1:]], shape)
         return [torch.cat((query, key, value)), *others]
@@ -114,11 +117,11 @@ DELTA_NET = tuple(
         ("linear_out.weight", ShardedColumns, "out_proj.weight", "hidden delta_values"),
     )
 )
-"""Rules of a gated delta net, except its first projection."""
+"""Tensor rules of a gated delta net, except for its input projection."""
 
 
 def rules(shape: Architecture, layer: int, projection: Rule = INPUT) -> tuple[Rule, ...]:
-    """Return the rules of a layer; `projection`: the rule of a delta net's first projection."""
+    """Return a layer's tensor rules. `projection`: the rule of a delta net's input projection."""
     assert shape.delta_net is not None
     attention = (projection, *DELTA_NET) if shape.delta_net.layers[layer] else attention_rules(shape)
     return (*NORMS, *attention, *mlp_rules(shape))

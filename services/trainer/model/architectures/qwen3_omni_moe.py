@@ -13,7 +13,7 @@ PREFIX = "thinker."
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family, whose decoder is `text_config` of `thinker_config`."""
+    """Read the architecture from a Qwen3-Omni config.json, whose decoder is `text_config` of `thinker_config`."""
     thinker = {**config["thinker_config"], "model_type": config["model_type"]}
     text = {"num_key_value_heads": 4, "norm_topk_prob": True, **thinker["text_config"]}
     shape = multimodal(thinker, text, experts=experts(text))

@@ -8,23 +8,23 @@ from services.trainer.model.architecture import VISUAL, Architecture, ModelError
 from services.trainer.model.family import Config, Family, decoder
 
 SECTIONS = (24, 20, 20)
-"""Default of `mrope_section`: numbers of frequencies for time, row and column."""
+"""Default of `mrope_section`: numbers of rotary frequencies for time, row and column."""
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family, whose decoder is `text_config`."""
+    """Read the architecture from a Qwen3-VL config.json, whose decoder is `text_config`."""
     text = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0, **config["text_config"]}
     return with_eyes(multimodal(config, text), config)
 
 
 def with_eyes(shape: Architecture, config: Config) -> Architecture:
-    """Return a decoder with Qwen3-VL's tower. Raises ModelError as `tower` does."""
+    """Add Qwen3-VL's vision tower to a decoder's architecture. Raises ModelError as `tower` does."""
     eyes = tower(shape, config, "vision_config", name=VISUAL, prefix="model.", source="Qwen3VLVisionModel")
     return replace(shape, towers=(eyes,))
 
 
 def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
-    """Read a decoder with interleaved M-RoPE.
+    """Read the architecture of a multimodal model's decoder, which has interleaved M-RoPE.
 
     Args:
         config: the model's configuration.
@@ -40,12 +40,12 @@ def multimodal(config: Config, text: Config, **switches: Any) -> Architecture:
 
 
 def as_in(config: Config, text: Config) -> Config:
-    """Return a decoder's configuration with the model's model_type and, as in transformers, tie_word_embeddings."""
+    """Return the decoder's config with model_type and tie_word_embeddings of the whole model, as in transformers."""
     return {**text, "model_type": config["model_type"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
 
 
 def with_sections(shape: Architecture, default: tuple[int, ...]) -> Architecture:
-    """Return a decoder with interleaved M-RoPE.
+    """Add interleaved M-RoPE to a decoder's architecture.
 
     Raises:
         ModelError: `mrope_section` doesn't fit the heads.
@@ -69,10 +69,10 @@ def tower(
     source: str,
     output: str = "out_hidden_size",
 ) -> TowerArchitecture:
-    """Read the architecture of a tower.
+    """Read the architecture of a vision or audio tower.
 
     Args:
-        shape: the decoder.
+        shape: the decoder's architecture.
         config: the configuration that has the tower's section.
         section: name of the section.
         name: `TowerArchitecture.name`.

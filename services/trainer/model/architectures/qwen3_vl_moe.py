@@ -15,7 +15,7 @@ from services.trainer.model.family import Config, Family, ShardedColumns, expert
 
 
 def read(config: Config) -> Architecture:
-    """Read a config.json of this family, whose decoder is `text_config`."""
+    """Read the architecture from a Qwen3-VL-MoE config.json, whose decoder is `text_config`."""
     text = {"num_key_value_heads": 16, "rope_theta": 500000.0, "norm_topk_prob": True, **config["text_config"]}
     refuse(text, norm_topk_prob=True)
     mixture = experts(text)
@@ -28,30 +28,30 @@ def read(config: Config) -> Architecture:
 
 
 class StackedGateUp:
-    """`FusedGateUp` of one expert's part of the stack: [inputs, gate and up]."""
+    """Layout `FusedGateUp` for one expert's slice of a stacked tensor: [inputs, gate and up]."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's rows of both halves."""
+        """Return this rank's gate and up rows of the expert."""
         return FusedGateUp.shard([parts[0].T], rank, size, shape)
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the expert's part."""
+        """Return the expert's slice of the stacked tensor: [inputs, gate and up]."""
         return [one.T for one in FusedGateUp.merge(shards, [shapes[0][::-1]], shape)]
 
 
 class StackedDown:
-    """`ShardedColumns` of one expert's part of the stack: [inputs, outputs]."""
+    """Layout `ShardedColumns` for one expert's slice of a stacked tensor: [inputs, outputs]."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """Return this rank's columns."""
+        """Return this rank's columns of the expert's second matrix."""
         return ShardedColumns.shard([parts[0].T], rank, size, shape)
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Return the expert's part."""
+        """Return the expert's slice of the stacked tensor: [inputs, outputs]."""
         return [one.T for one in ShardedColumns.merge(shards, shapes, shape)]
 
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 @lru_cache(maxsize=1)
 def fused_kernels() -> bool:
-    """Return whether Triton can build and run kernels on this machine's GPU; try and log it once.
+    """Return True if Triton can build and run kernels on this machine's GPU. Try once, and log the result.
 
     Triton comes with torch's CUDA wheels, but needs a C compiler at run time. Without it training uses torch's own
     operations, which are slower.

@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Columns per program."""
+"""Columns that a Triton program handles."""
 TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
-"""Tile sizes of a matrix's gradient, and number of rows summed at a time. Two such programs fit on a multiprocessor
-of an H100, so that one multiplies while the other adds its tile to the gradient."""
+"""Launch options of the kernel for gradients of experts' matrices: tile sizes (M, N) and rows summed at a time (K). Two
+such programs fit on a multiprocessor of an H100, so that one multiplies while the other adds its tile to the
+gradient."""
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def _sum_of_rows(rows, places, output, width, COPIES: tl.constexpr, BLOCK: tl.co
 
 
 def copy_to_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Copy each token to its rows; see `routing.copy_to_rows`."""
+    """Copy each token to the rows of its experts; see `routing.copy_to_rows`."""
     (tokens, copies), width = places.shape, x.shape[1]
     rows = x.new_empty(tokens * copies, width)
     if rows.numel():
@@ -51,7 +52,7 @@ def copy_to_rows(x: Tensor, places: Tensor) -> Tensor:
 
 
 def sum_of_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Add up the rows of each token; see `routing.sum_of_rows`."""
+    """Sum the rows of each token's experts; see `routing.sum_of_rows`."""
     (tokens, copies), width = places.shape, rows.shape[1]
     output = rows.new_empty(tokens, width)
     if output.numel():
@@ -103,7 +104,7 @@ def weighted_swiglu_forward(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x [R, 2 n] and of the weights [R], and the recomputed output [R, n]."""
+    """Return the gradients of x [R, 2 n] and weights [R] of `weighted_swiglu_forward`, and its output [R, n] again."""
     rows, size = grad.shape
     grad_x, output, grad_weights = torch.empty_like(x), torch.empty_like(grad), torch.empty_like(weights)
     if output.numel():
@@ -142,7 +143,7 @@ def _add_grouped_products(
 
 
 def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-    """Add left[rows of e].T @ right[rows of e] to total[e]; see `products.add_grouped_products_`."""
+    """Add left.T @ right over the rows of each expert e to total[e]; see `products.add_grouped_products_`."""
     experts, m, n = total.shape
     grid = (triton.cdiv(m, TILES["BLOCK_M"]) * triton.cdiv(n, TILES["BLOCK_N"]), experts)
     _add_grouped_products[grid](total, left, right, ends, m, n, **TILES)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 BLOCK = 1024
-"""Columns per SwiGLU program."""
+"""Columns that a Triton program of SwiGLU handles."""
 PROGRAMS = 1056
-"""Maximum number of programs in the heads' backward pass: eight per multiprocessor of an H100. Each sums its part of
-the norms' gradients."""
+"""Maximum number of Triton programs in the heads' backward pass: eight per H100 multiprocessor. Each sums a part of the
+norms' gradients."""
 ROWS = 16
 """Number of heads that a program of the heads' backward pass handles per iteration."""
 
@@ -61,7 +61,7 @@ def swiglu_forward(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of x, given the output's."""
+    """Return the gradient of x [..., 2 n] of `swiglu_forward`, given the output's gradient [..., n]."""
     grad = grad.contiguous()
     size = grad.shape[-1]
     grad_x = torch.empty_like(x)
@@ -72,7 +72,7 @@ def swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
 
 @triton.jit
 def _places(token, groups, HEADS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr):
-    """Return the offsets of each head's first half in qkv, in queries and in keys or values, and the head's kind."""
+    """Return where each head's first half begins in qkv, in queries, and in keys or values; and the head's kind."""
     head = tl.arange(0, HEADS)
     group = head // (QUERIES + 2)
     place = head % (QUERIES + 2)
@@ -189,14 +189,14 @@ def _heads_backward(
 
 
 def _warps(heads: int, head_size: int) -> int:
-    """Return the number of warps whose registers hold a token's heads."""
+    """Return the number of warps whose registers can hold all heads of a token."""
     return min(max(triton.next_power_of_2(heads) * head_size // 1024, 1), 16)
 
 
 def heads_forward(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, table: Tensor, groups: int, head_size: int, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split into queries, keys and values, normalise per head, and rotate.
+    """Split a projection into queries, keys and values. Normalise queries and keys per head, and rotate both.
 
     Args:
         qkv: [T, groups x (queries + 2) x head_size], contiguous: each key-value head after its query heads.
@@ -230,7 +230,7 @@ def heads_backward(
     epsilon: float,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv and of the norms' weights, given those of the outputs of `heads_forward`."""
+    """Return the gradients of qkv and norm weights of `heads_forward`, given the gradients of its outputs."""
     tokens, heads = qkv.shape[0], qkv.shape[1] // head_size
     programs = min(triton.cdiv(tokens * heads, ROWS), PROGRAMS)
     grad_qkv = torch.empty_like(qkv)
@@ -260,7 +260,7 @@ def _sum_copies(x, places, offsets, output, width, BLOCK: tl.constexpr):
 
 
 def sum_copies(x: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
-    """Sum the copies of each token in float32, always in the same order.
+    """Sum the copies of each token, in float32 and always in the same order.
 
     Args:
         x: [P, width], contiguous.
@@ -277,7 +277,7 @@ def sum_copies(x: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
 
 
 NORM_PROGRAMS = 528
-"""Maximum number of programs in the norm's backward pass: four per multiprocessor of an H100. Each sums its part of the
+"""Maximum number of Triton programs in RMSNorm's backward pass: four per H100 multiprocessor. Each sums a part of the
 weight's gradient."""
 
 
@@ -327,7 +327,7 @@ def _norm_warps(width: int) -> int:
 
 
 def norm_forward(x: Tensor, addend: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + addend, its RMSNorm, and the inverse root mean squares.
+    """Return x + addend, the RMSNorm of this sum, and each row's inverse root mean square.
 
     Args:
         x: [..., width], contiguous.
@@ -352,7 +352,7 @@ def norm_forward(x: Tensor, addend: Tensor | None, weight: Tensor, epsilon: floa
 def norm_backward(
     total: Tensor, weight: Tensor, inverses: Tensor, grad_total: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sum and of the weight, given those of the sum and its norm."""
+    """Return the gradients of sum and weight in `norm_forward`, given the gradients of its outputs sum and norm."""
     width, rows = total.shape[-1], len(inverses)
     programs = min(rows, NORM_PROGRAMS)
     grad_x = torch.empty_like(total)
@@ -365,7 +365,7 @@ def norm_backward(
 
 
 LOGITS_BLOCK = 4096
-"""Logits per iteration."""
+"""Logits that a Triton program handles per iteration."""
 
 
 @triton.jit

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Return (rows of e) @ matrices[e] for every expert e.
+    """Multiply the rows of each expert e by matrices[e].
 
     Args:
         rows: [R, k], contiguous, sorted by expert.
@@ -37,7 +37,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-    """Add (left's rows of e).T @ (right's rows of e) to total[e] for every expert e, with float32 sums.
+    """Add left.T @ right, over the rows of each expert e, to total[e], with float32 sums.
 
     Args:
         total: float32 [E, m, n], contiguous.
@@ -58,7 +58,7 @@ def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tens
 
 @lru_cache(maxsize=1)
 def grouped_kernels() -> bool:
-    """Return whether grouped products work on this machine's GPU; try and log it once."""
+    """Return True if grouped matrix products work on this machine's GPU. Try once, and log the result."""
     if not torch.cuda.is_available() or not fused_kernels():
         return False
     try:
@@ -75,7 +75,7 @@ def grouped_kernels() -> bool:
 
 
 def _try_kernels() -> None:
-    """Compare the kernels with a loop over three experts, one of them without rows; raise if they differ or fail."""
+    """Compare the grouped kernels with a loop over three experts, one without rows. Raise if the results differ."""
     if torch.cuda.get_device_capability() < (9, 0):
         raise RuntimeError(f"the GPU has compute capability {torch.cuda.get_device_capability()}")
     from services.trainer.transformer.kernels import expert_kernels
@@ -100,13 +100,13 @@ def _grouped(rows: Tensor, width: int) -> bool:
 
 
 def _parts(ends: Tensor) -> list[tuple[int, slice]]:
-    """Return the experts with rows, and their slices. Synchronizes with the GPU."""
+    """Return the index and the slice of rows of each expert that has any. Synchronizes with the GPU."""
     bounds = [0, *ends.tolist()]
     return [(e, slice(bounds[e], bounds[e + 1])) for e in range(len(ends)) if bounds[e] < bounds[e + 1]]
 
 
 def float32_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right.T in float32, in which products of bfloat16 numbers are exact: only sums are rounded.
+    """Return left @ right.T, computed in float32. Products of bfloat16 numbers are exact; only sums are rounded.
 
     Args:
         left: [n, k], bfloat16 or float32.
