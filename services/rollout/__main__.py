@@ -1,4 +1,4 @@
-"""`python -m services.rollout`."""
+"""`python -m services.rollout`: starts the rollout service."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from services.rollout.service.server import run_rollout
 
 
 async def main() -> None:
-    """Run the service until it is stopped."""
+    """Run the rollout service until it is stopped."""
     async with open_context(parse_settings("rollout")) as context:
         await run_rollout(context)
 

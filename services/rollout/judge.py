@@ -26,13 +26,13 @@ from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 from services.rollout.service.replica_engine import FrozenEngine
 
 IDLE_LOOK_SECONDS = 0.1
-"""Seconds between two checks for open questions during a drain."""
+"""Interval between checks for unanswered questions during a drain, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class JudgeService(ReplicaService):
-    """Answers questions with its engine."""
+    """Judge replica: answers questions of rewards with a frozen model in its engine."""
 
     role = JUDGE
 
@@ -44,10 +44,10 @@ class JudgeService(ReplicaService):
         self._open = self._answered = 0
 
     async def ask(self, messages: list[Message], seed: int) -> tuple[int, Output]:
-        """Continue a conversation. Returns the conversation's number of tokens, and the reply.
+        """Generate the reply to a conversation. Returns the conversation's length in tokens, and the reply.
 
-        Raises Unavailable without a model, while it sleeps or drains; InvalidArgument for a conversation that the chat
-        template or the model's context can't take; and the engine's errors.
+        Raises Unavailable if no model is loaded or the judge sleeps or drains; InvalidArgument for a conversation that
+        the chat template or the model's context can't take; and the engine's errors.
         """
         engine, tokenizer, config = self._present_engine(), self._tokenizer, self._config
         assert tokenizer is not None  # read before the engine starts
@@ -80,10 +80,10 @@ class JudgeService(ReplicaService):
             self._open -= 1
 
     async def sleep(self, seconds: float) -> MemoryChange:
-        """Finish the open questions, refuse others, and free the GPUs' memory.
+        """Finish unanswered questions, refuse new ones, and free the engine's GPU memory.
 
-        Raises FailedPrecondition if the judge takes no turns with a trainer, Unavailable without a model, and the
-        engine's errors.
+        Raises FailedPrecondition if the judge does not share GPUs with a trainer in turns, Unavailable if no model is
+        loaded, and the engine's errors.
         """
         if not self._takes_turns:
             raise FailedPrecondition(
@@ -94,7 +94,7 @@ class JudgeService(ReplicaService):
         return memory
 
     async def wake(self, seconds: float) -> MemoryChange:
-        """Allocate the memory again, so that questions are answered. Raises Unavailable and the engine's errors."""
+        """Allocate the engine's GPU memory again, and accept questions. Raises Unavailable and the engine's errors."""
         memory = await self._present_engine().wake(ALL_MEMORY, seconds)
         logger.info("awake: %.2f GB are in use now, after %.2f", memory.after_bytes / 1e9, memory.before_bytes / 1e9)
         return memory
@@ -122,15 +122,15 @@ class JudgeService(ReplicaService):
         await self._engine.stop()
 
     async def pause_run(self) -> None:
-        """Do nothing: rewards in progress still need answers."""
+        """Do nothing: rewards that are being computed still need the judge's answers."""
 
     async def resume_run(self) -> None:
-        """Do nothing: a paused judge keeps answering."""
+        """Do nothing, because a pause of the run does not stop the judge."""
 
     async def drain(self, seconds: float) -> int:
-        """Refuse new questions, so that clients send them to other replicas, and finish the open ones.
+        """Refuse new questions, so that clients send them to other replicas, and finish unanswered ones.
 
-        Returns the number of questions still open after `seconds`.
+        Returns the number of questions that are unanswered after `seconds`.
         """
         self._draining = True
         end = asyncio.get_running_loop().time() + seconds
@@ -139,7 +139,7 @@ class JudgeService(ReplicaService):
         return self._open
 
     def status(self) -> ServiceStatus:
-        """Return the state; open questions count as held groups."""
+        """Return the judge's status; unanswered questions count as held groups."""
         engine = self._engine.engine
         asleep = engine is not None and engine.asleep == ALL_MEMORY
         gauges = dict(engine.gauges) if engine is not None else {}
@@ -172,7 +172,7 @@ def _wrong_messages(problem: str) -> InvalidArgument:
 
 
 class JudgeServicer(judge_pb2_grpc.JudgeServicer):
-    """Answers relaxd.v1.Judge."""
+    """gRPC servicer of relaxd.v1.Judge."""
 
     def __init__(self, service: JudgeService, sync_ids: SyncIds) -> None:
         self._service = service
@@ -221,7 +221,7 @@ def parse_messages(request: judge_pb2.AskRequest) -> list[dict[str, str]]:
 
 
 async def main() -> None:
-    """Run the service until it is stopped."""
+    """Run the judge service until it is stopped."""
     async with open_context(parse_settings(JUDGE)) as context:
         service = JudgeService(context)
         servicer = JudgeServicer(service, SyncIds(context.fence))

@@ -29,7 +29,7 @@ from services.rollout.engines.transformers.vision import load_model
 from services.rollout.service.answers import Answers
 
 SAMPLE_SECONDS = 600.0
-"""Maximum seconds between two answers."""
+"""Maximum time until the next answer ends, in seconds."""
 
 
 class OfflineEngine:
@@ -45,7 +45,7 @@ class OfflineEngine:
         threads: int = 0,
         vision: VisionModel | None = None,
     ) -> None:
-        """Start the engine; the parameters are those of TransformersEngine."""
+        """Start the engine. TransformersEngine explains the parameters."""
         self._reported: queue.Queue[tuple[str, Output | str]] = queue.Queue()
         self._engine = TransformersEngine(
             model,
@@ -72,7 +72,10 @@ class OfflineEngine:
         self._reported.put((request_id, reason))
 
     def load(self, term: int, version: int, tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
-        """Pause between two tokens, copy weights into the model, and continue. Without tensors it keeps its weights."""
+        """Pause between two tokens, copy `tensors` into the model, set the version of its weights, and continue.
+
+        Without tensors the model keeps its weights.
+        """
         self._engine.pause("in_place", lease_seconds=60, timeout=60)
         weights = Version(term, version)
         with self._engine.update(weights):
@@ -100,7 +103,7 @@ class OfflineEngine:
     def answer_group(
         self, group_id: str, prompt: Sequence[int], samples: int, max_new_tokens: int
     ) -> dict[str, Column]:
-        """Answer a prompt several times. Returns the columns that the stage "rollout" writes for the group."""
+        """Generate a group's samples. Returns the columns that the stage "rollout" writes for the group."""
         answers = Answers(samples)
         sampling = Sampling(max_new_tokens, seed=seed_of(0, group_id))
         for _, output in self.answers([Request(group_id, tuple(prompt), samples, sampling)]):
@@ -144,7 +147,7 @@ def _request(config: RunConfig, number: int, question: Mapping[str, Any]) -> Req
 
 
 def main() -> None:
-    """Answer the questions on standard input. Print each answer as soon as it has ended."""
+    """Answer the questions on standard input, as the module describes. Print each answer when it has ended."""
     asked = json.load(sys.stdin)
     config = RunConfig.model_validate(asked["config"])
     try:

@@ -25,7 +25,7 @@ from services.rollout.service.server import run_rollout
 
 
 class TimedCoordinator:
-    """A coordinator's stub that writes the duration of every answered heartbeat and GPU lease (capacity.py)."""
+    """Coordinator stub that also writes each heartbeat's and GPU lease's response time to a file (see capacity.py)."""
 
     def __init__(self, stub: CoordinatorStub, path: Path) -> None:
         self._stub = stub
@@ -35,11 +35,11 @@ class TimedCoordinator:
         return getattr(self._stub, name)
 
     async def Heartbeat(self, request: HeartbeatRequest, timeout: float) -> Any:
-        """Send a heartbeat."""
+        """Send a heartbeat to the coordinator, and write its response time."""
         return await self._timed("Heartbeat", self._stub.Heartbeat(request, timeout=timeout))
 
     async def LeaseGpus(self, request: LeaseGpusRequest, timeout: float) -> Any:
-        """Lease GPUs."""
+        """Lease GPUs from the coordinator, and write its response time."""
         return await self._timed("LeaseGpus", self._stub.LeaseGpus(request, timeout=timeout))
 
     async def _timed(self, name: str, call: Awaitable[Any]) -> Any:
@@ -61,7 +61,7 @@ async def _replica(process: ReplicaContext, coordinator: CoordinatorStub, number
 
 
 async def main(count: int, gpus: int, calls: Path) -> None:
-    """Run the replicas until they are stopped."""
+    """Run `count` rollout replicas with `gpus` simulated GPUs each until they are stopped."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="shared"))
     async with open_context(parse_settings("rollout", [])) as process:
         coordinator = cast(CoordinatorStub, TimedCoordinator(process.coordinator, calls))

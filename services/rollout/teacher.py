@@ -49,16 +49,16 @@ class TokenBudget:
     """Admits requests in order of arrival while their tokens fit. A request above the maximum runs alone."""
 
     def __init__(self, most: int) -> None:
-        """`most`: maximum number of tokens of all admitted requests."""
+        """`most`: maximum total number of tokens of the admitted requests."""
         self._most = most
         self._turn = asyncio.Lock()
         self._freed = asyncio.Condition()
         self.used = 0
-        """Number of tokens of the admitted requests."""
+        """Total number of tokens of the admitted requests."""
 
     @asynccontextmanager
     async def hold(self, tokens: int) -> AsyncIterator[None]:
-        """Wait until `tokens` more tokens fit, and reserve them during the block."""
+        """Wait until a request with `tokens` tokens fits, and count its tokens while the block runs."""
         async with self._turn, self._freed:  # in turns, or a large request would wait for ever
             while self.used and self.used + tokens > self._most:
                 await self._freed.wait()  # brief: the deadlines of the requests that were admitted
@@ -72,22 +72,22 @@ class TokenBudget:
 
 
 SHARED_PROMPT_TOKENS = 64
-"""Minimum tokens of a prompt for which a group's first sequence runs alone, to fill the engine's prefix cache."""
+"""Minimum prompt length for running a group's first sequence alone, to cache the prompt in the engine; in tokens."""
 REQUEST_SECONDS = 120.0
-"""Deadline of a request, in seconds, in addition to the time for the tokens in flight."""
+"""Constant part of a request's deadline, in seconds; time for the tokens in flight is added."""
 TOKENS_PER_SECOND = 100.0
-"""Minimum speed at which an engine processes the tokens in flight; a slower one counts as failed."""
+"""Minimum speed of an engine, in tokens per second, by which deadlines are set; a slower engine counts as failed."""
 LEAST_GROUPS = 2
-"""Minimum number of groups to hold."""
+"""Minimum of `most_groups`, the number of groups that a replica may hold."""
 MOST_GROUPS = 256
-"""Maximum number of groups to hold."""
+"""Maximum of `most_groups`, the number of groups that a replica may hold."""
 
 Compute = Callable[[NDArray[np.integer], int, int, float], Awaitable[GivenLogprobs]]
 """Type of `ChildEngine.compute_logprobs`."""
 
 
 class _Refused(Exception):
-    """The group must be dropped, for `reason`."""
+    """Raised for a group that the teacher can't score; it is dropped for `reason`."""
 
     def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(detail)
@@ -95,7 +95,7 @@ class _Refused(Exception):
 
 
 class TeacherColumns:
-    """Computes the teacher's columns of groups with an engine. Use it in one event loop."""
+    """Computes the teacher's columns of groups with an engine. Not thread-safe: use it in one event loop."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class TeacherColumns:
         max_tokens: int,
         on_late: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Send no request yet.
+        """Set how columns are computed.
 
         Args:
             compute: computes the log-probs of one sequence with the engine.
@@ -131,16 +131,17 @@ class TeacherColumns:
         self._max_tokens = max_tokens
         self._budget = TokenBudget(max_tokens)
         self._group_tokens = 0.0
-        """Moving average of the number of tokens of a group."""
+        """Moving average of the number of tokens per group."""
         self._on_late = on_late
 
     @property
     def tokens_in_flight(self) -> int:
-        """Number of tokens that the engine is processing."""
+        """Number of tokens in the requests that the engine is processing."""
         return self._budget.used
 
     def most_groups(self) -> int:
-        """Return the maximum number of groups to hold: twice what fits into the engine. Other replicas get the rest."""
+        """Return how many groups the replica may hold: twice what fits into the engine, but at least LEAST_GROUPS and
+        at most MOST_GROUPS. Other replicas get the rest."""
         if not self._group_tokens:
             return LEAST_GROUPS
         return min(MOST_GROUPS, max(LEAST_GROUPS, round(2 * self._max_tokens / self._group_tokens)))
@@ -187,7 +188,7 @@ class TeacherColumns:
             )
 
     async def _ask(self, sequences: list[GroupSequence]) -> list[dict[str, NDArray[Any]]]:
-        """Compute all sequences' columns, concurrently. After a long prompt, only once the first has cached it."""
+        """Compute the columns of all sequences concurrently. A long prompt is first cached with the first sequence."""
         if len(sequences) > 1 and len(sequences[0].prompt) >= SHARED_PROMPT_TOKENS:
             return [await self._of_sequence(sequences[0]), *await self._side_by_side(sequences[1:])]
         return await self._side_by_side(sequences)
@@ -201,7 +202,7 @@ class TeacherColumns:
                 task.cancel()
 
     async def _of_sequence(self, one: GroupSequence) -> dict[str, NDArray[Any]]:
-        """Return the columns of a sequence's tokens, without its prompt."""
+        """Compute a sequence's columns with the engine, for its tokens without the prompt."""
         asked = np.flatnonzero(one.loss_mask)
         found: dict[str, NDArray[Any]] = {
             TEACHER_LOGPROBS: np.zeros(len(one.tokens), np.float32),
@@ -252,11 +253,11 @@ MODULE = "services.rollout.teacher"
 SETTINGS = {"rollout.dtype": "trainer.dtype", "rollout.sglang": "roles.teacher.sglang"} | {
     f"rollout.{name}": f"roles.teacher.{name}" for name in ("tensor_parallel", "memory_fraction")
 }
-"""Names of engine settings, and the teacher's names that replace them in errors."""
+"""Names of engine settings, mapped to the teacher's names, which replace them in error messages."""
 
 
 class TeacherService(StageReplica):
-    """Processes the groups of the teacher's stage with its engine."""
+    """Teacher replica: computes the columns of the teacher's stage with an SGLang engine."""
 
     role = TEACHER
     stage = ROLES[TEACHER].stage
@@ -267,10 +268,10 @@ class TeacherService(StageReplica):
         self._engine = FrozenEngine(context, TEACHER, SETTINGS)
         self._columns: TeacherColumns | None = None
         self._turns = 0
-        """Number of reports that the engine sent while it was idle; part of the replica's progress."""
+        """Number of token reports that the idle engine has sent; part of the replica's progress."""
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int | Callable[[], int]]:
-        """Load the engine. Returns a function that processes groups, and one that returns the number of groups to hold.
+        """Load the teacher's model. Returns the function that processes a group, and the function `most_groups`.
 
         Raises DataError, RpcError.
         """
@@ -340,7 +341,7 @@ class TeacherService(StageReplica):
 
 
 async def main() -> None:
-    """Run the service until it is stopped."""
+    """Run the teacher service until it is stopped."""
     async with open_context(parse_settings(TEACHER)) as context:
         await run_replica(TeacherService(context), context)
 

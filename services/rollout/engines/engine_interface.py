@@ -27,61 +27,64 @@ from services.rollout.engines.request_types import (
 )
 
 DIGESTS_KEPT = 4096
-"""Maximum number of versions whose digests an engine keeps. The tokens of a sample have far fewer versions."""
+"""Maximum number of versions for which an engine keeps digests. The tokens of one sample have far fewer versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStart:
-    """Arguments of `start_engine` in an engine's module."""
+    """Arguments of the function `start_engine`, which each engine's module has."""
 
     config: RunConfig
     """The run's configuration."""
     folder: Path
-    """Model folder; unused by an engine without a model."""
+    """Path of the model folder; unused by an engine without a model."""
     settings: ServiceSettings
-    """Settings of the replica's process."""
+    """Settings of the replica's service process."""
     environment: Mapping[str, str]
-    """Environment variables added to the replica's for a child process: its GPUs, and NCCL settings."""
+    """Environment variables for a child process, added to the replica's: its GPUs, and NCCL settings."""
     gpu_lease: GpuLease | None
-    """Lease on the engine's GPUs, if it has any."""
+    """Lease on the engine's GPUs; None if the engine has no GPUs."""
     set_detail: Callable[[str], None]
     """Function that sets the replica's status text while the engine starts."""
     on_exit: Callable[[str], None]
-    """Called with the reason if the engine ends unexpectedly, before running requests fail."""
+    """Function that gets the reason if the engine ends unexpectedly, before running requests fail."""
     on_tokens: Callable[[int, float], None]
-    """Called about every second with the number of tokens since the last call, and tokens per second."""
+    """Function that gets the number of tokens since the last call, and tokens per second. Called about once a
+    second."""
 
 
 class RolloutEngine(ABC):
-    """An engine with a loaded model. Use it only in the event loop that started it."""
+    """An inference engine with a loaded model. Use it only in the event loop that started it."""
 
     name: str
-    """Name of the engine in its receipts: its replica's id."""
+    """Name of the engine in its receipts, which is the replica's id."""
     vocabulary: int
-    """Vocabulary size; every token id is smaller."""
+    """Number of token ids in the model's vocabulary; every token id is smaller."""
     context: int
-    """Maximum tokens of prompt and answer together; 0 when unknown."""
+    """Maximum number of tokens of prompt and answer together; 0 if unknown."""
     device: str
-    """Device of the model: "cpu" or "cuda"."""
+    """Type of the device that holds the model: "cpu" or "cuda"."""
     weights: Version | None
-    """Version of the engine's weights; None before the first commit."""
+    """Version of the engine's weights; None before the first version is committed."""
     quarantined: bool
-    """True if a failed update left the model between two versions, or nobody confirmed its weights in time."""
+    """True if a failed weight update left the model between two versions, or if nobody confirmed the new weights in
+    time."""
     unconfirmed: bool
-    """True from a receive without resume until a resume names the weights; meanwhile they serve nothing."""
+    """True after weights were received without `resume`, until a resume names them. Meanwhile the engine doesn't
+    generate."""
     takes_media: bool
     """True if the engine accepts prompts with media."""
     asleep: frozenset[MemoryPart]
-    """Parts of memory that the engine has freed."""
+    """Parts of the engine's memory that are freed now."""
     gauges: dict[str, float]
-    """Latest tokens_per_second, running_samples and waiting_samples. A child process adds engine_rss_bytes and, if it
-    counts them, engine_prompted_tokens and engine_prefilled_tokens."""
+    """Latest values of tokens_per_second, running_samples and waiting_samples. A child process adds engine_rss_bytes
+    and, if it counts them, engine_prompted_tokens and engine_prefilled_tokens."""
 
     def __init__(self) -> None:
         self.name = ""
         self.weights = None
         self._digests: dict[int, str] = {}
-        """Digests of the engine's newest versions, oldest first: at most DIGESTS_KEPT."""
+        """Digests of the engine's newest versions, by version, oldest first; at most DIGESTS_KEPT."""
         self.quarantined = self.unconfirmed = False
         self.takes_media = False
         self.asleep = frozenset()
@@ -91,16 +94,16 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Number of tokens known to be generated since the start."""
+        """Number of tokens that the engine is known to have generated since its start."""
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """True if the process runs, or the server answers."""
+        """True if the engine's process runs, or the external server answers."""
 
     @property
     def serving(self) -> bool:
-        """True if the engine generates now, or will after its pause."""
+        """True if the engine generates now, or will generate after its current pause."""
         return self.alive and self.weights is not None and not self.quarantined and not self.asleep
 
     def generate(
@@ -116,10 +119,11 @@ class RolloutEngine(ABC):
         likeliest: int = 0,
         media: PromptMedia = NO_MEDIA,
     ) -> AsyncIterator[Output]:
-        """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
+        """Generate n samples for a prompt, and yield their outputs until all samples have ended. Leaving the iteration
+        early cancels the remaining samples.
 
-        See Request for `stream`, `report_every`, `begun`, `likeliest` and `media`. `request_id` is for `abort`, and
-        must not be in use.
+        See Request for `stream`, `report_every`, `begun`, `likeliest` and `media`. `request_id` names the request for
+        `abort`, and must not be in use.
 
         Raises EngineError if the prompt has media and the engine takes none; RequestFailed; ChildExited if the engine
         exits; ServerGone if the server is lost.
@@ -137,14 +141,14 @@ class RolloutEngine(ABC):
                 yield output
 
     def _receipts(self, versions: Sequence[int]) -> list[Receipt]:
-        """Return a receipt for each distinct version in `versions`."""
+        """Return a receipt for each distinct version in `versions`, which has one version per token."""
         written = np.unique(np.asarray(versions, dtype=np.int64)).tolist()
         return [Receipt(version, self._digests.get(version, ""), self.name) for version in written]
 
     def take_up(self, weights: Version, checksums: Mapping[str, int], *, resume: bool) -> None:
-        """Record `weights` as the engine's current weights. `checksums`: by tensor, {} if none were computed.
+        """Record `weights` as the engine's current weights. `checksums`: by tensor name, {} if none were computed.
 
-        Without `resume` the weights serve nothing until a resume names them.
+        Without `resume` the engine doesn't generate until a resume names the weights.
         """
         self.weights, self.quarantined, self.unconfirmed = weights, False, not resume
         self._digests.pop(weights.version, None)  # becomes the newest
@@ -154,18 +158,19 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _generate(self, request: Request) -> AsyncIterator[Output]:
-        """Yield the outputs of a request, without receipts."""
+        """Generate the samples of a request, and yield their outputs without receipts."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """End the samples of a request with the tokens reported so far."""
+        """End all samples of a request. They keep the tokens reported so far."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause generation. Returns the number of samples held in place."""
+        """Pause generation. Returns the number of samples that are held in place."""
 
     async def resume(self, weights: Version | None = None, digest: str = "") -> None:
-        """End the pause. `weights`: the weights to serve from now on; `digest`: their recorded digest, "" if unknown.
+        """End the engine's pause. `weights`: the weights to serve from now on; `digest`: their recorded digest, "" if
+        unknown.
 
         Raises EngineError if the engine has other weights, if it has computed another digest, or if its weights are
         unconfirmed and `weights` doesn't name them.
@@ -179,23 +184,24 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def _continue(self, weights: Version | None) -> None:
-        """End the pause, after the checks of `resume`."""
+        """End the engine's pause; `resume` has made its checks before."""
 
     @abstractmethod
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
-        """Connect to a weight group."""
+        """Connect the engine to a weight group."""
 
     @abstractmethod
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """Receive and commit one version, with the requested pause before and resume after it."""
+        """Receive and commit the weights of one version. The request may ask for a pause before and a resume
+        afterwards."""
 
     @abstractmethod
     async def leave(self, group_name: str) -> bool:
-        """Abort and forget a weight group, and quarantine the engine if its weights are unconfirmed.
+        """Leave a weight group by aborting its transfers, and quarantine the engine if its weights are unconfirmed.
 
         Returns True if the engine is quarantined.
         """
 
     @abstractmethod
     async def stop(self) -> None:
-        """Kill the process, or leave the server in order."""
+        """End the engine: kill its child process, or disconnect from the external server in an orderly way."""

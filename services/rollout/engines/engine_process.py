@@ -1,4 +1,5 @@
-"""Base of the engines' child processes: handlers of the rollout service's calls, and outputs to the service."""
+"""Base of the engines' child processes: answers the rollout service's calls, and sends the outputs of samples to the
+service."""
 
 import argparse
 import asyncio
@@ -36,15 +37,15 @@ from services.rollout.engines.request_types import (
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.05
-"""Maximum seconds to hold back tokens of an unfinished sample; one message per token would cost too much."""
+"""Maximum seconds for which tokens of an unfinished sample are held back. One message per token would cost too much."""
 MESSAGE_BYTES = 8 << 20
-"""Maximum bytes of a message with several outputs."""
+"""Maximum bytes of a message that contains several outputs."""
 MAX_OUTPUT_BYTES = 1 << 30
-"""Maximum bytes of one output; protobuf's own limit is 2 GiB."""
+"""Maximum bytes of one sample's output; protobuf's own limit is 2 GiB."""
 
 
 class OutputStream:
-    """Collects outputs and failures from any thread, and passes them to one stream as messages."""
+    """Collects samples' outputs and requests' failures from any thread, and yields them as messages for one stream."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,17 +57,17 @@ class OutputStream:
         self._hurry = asyncio.Event()
 
     def put(self, outputs: Mapping[str, Sequence[Output]]) -> None:
-        """Add the new outputs of requests."""
+        """Add new outputs of samples, by id of their request."""
         new = [(request_id, output) for request_id, each in outputs.items() for output in each]
         self._add(new, [], urgent=any(output.finish_reason is not None for _, output in new))
 
     def fail(self, request_id: str, reason: str, *, wrong_media: bool = False) -> None:
-        """Report that a request failed."""
+        """Add a message that a request failed."""
         failure = engine_pb2.EngineFailure(request_id=request_id, reason=reason, wrong_media=wrong_media)
         self._add([], [failure], urgent=True)
 
     async def messages(self) -> AsyncIterator[engine_pb2.ExchangeResponse]:
-        """Yield all messages as they come. Only one reader at a time."""
+        """Yield messages as outputs and failures come, for ever. Only one reader may use this at a time."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
             waiting = bool(self._outputs or self._failures)
@@ -106,57 +107,59 @@ class OutputStream:
 
 
 class LoadedEngine(Protocol):
-    """An engine with a loaded model."""
+    """Interface of an engine in a child process, with a loaded model."""
 
     gate: GenerationGate
-    """Decides when the engine generates."""
+    """Gate that decides when the engine generates."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request for generation."""
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request."""
+        """Forget a request, without reporting its end."""
 
     def abort(self, request_id: str) -> None:
-        """End a request's samples with their tokens so far."""
+        """End a request's samples, which keep the tokens generated so far."""
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause generation. Returns the number of held samples."""
+        """Pause generation. Returns the number of samples that are held in place."""
 
     def sleep(self, timeout: float) -> None:
-        """Wait for running samples, then free memory."""
+        """Wait until running samples have ended, then free the engine's memory."""
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
-        """Allocate freed memory again."""
+        """Allocate freed parts of the engine's memory again."""
 
     def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
-        """Record the next steps with torch's profiler. Returns the files that will hold the recordings.
+        """Record the engine's next steps with torch's profiler. Returns the files that will hold the recordings.
 
         Raises EngineError: earlier steps are being recorded.
         """
 
     def stats(self) -> dict[str, int]:
-        """Return running_samples, waiting_samples, tokens_generated; if known, tokens_prefilled and tokens_prompted."""
+        """Return running_samples, waiting_samples and tokens_generated; if known, also tokens_prefilled and
+        tokens_prompted."""
 
 
 Engine = TypeVar("Engine", bound=LoadedEngine)
 
 
 class EngineProcess(ABC, Generic[Engine], engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.RolloutServicer):
-    """Answers the rollout service's calls: those of Engine, and those of Rollout that change an engine."""
+    """Child process of an engine. Answers the rollout service's calls: those of Engine, and those of Rollout that
+    change an engine."""
 
     def __init__(self) -> None:
         self.outputs = OutputStream()
         self._engine: Engine | None = None
         self.frozen = False
-        """True if the loaded weights are never updated; a sleep must preserve them."""
+        """True if the loaded weights are never updated. A sleep must then preserve them."""
         self.for_logprobs = False
         """True if the engine only computes log-probs of given tokens."""
         self._recording = threading.Lock()
-        """Serializes requests to record steps."""
+        """Lock that lets only one request at a time record steps."""
 
     def serve(self) -> None:
-        """Answer calls until the service ends."""
+        """Answer the rollout service's calls until the service ends."""
         add_all = engine_pb2_grpc.add_EngineServicer_to_server, rollout_pb2_grpc.add_RolloutServicer_to_server
         ChildServer(*((add, self) for add in add_all)).serve()
 
@@ -249,41 +252,43 @@ class EngineProcess(ABC, Generic[Engine], engine_pb2_grpc.EngineServicer, rollou
 
     @abstractmethod
     def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
-        """Load a model. It generates only after a weight update."""
+        """Load a model from a folder. The engine generates only after its first weight update."""
 
     def _loaded(self) -> Engine:
-        """Return the engine. Raises EngineError before a model is loaded."""
+        """Return the loaded engine. Raises EngineError before a model is loaded."""
         if self._engine is None:
             raise EngineError("no model is loaded")
         return self._engine
 
     def _pause_first(self, request: rollout_pb2.ReceiveWeightsRequest) -> None:
-        """Begin the pause that `request` contains. Overridden by engines whose `_receive_weights` begins it."""
+        """Begin the pause that a request to receive weights contains. Overridden by engines whose `_receive_weights`
+        begins it."""
         pause = request.pause
         self._loaded().pause(PAUSE_MODES[pause.mode], pause.lease_seconds, request.pause_timeout_seconds)
 
     @abstractmethod
     def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """Receive and commit a version in a pause."""
+        """Receive and commit the weights of one version while generation is paused."""
 
     @abstractmethod
     def _leave_group(self, name: str) -> bool:
-        """Leave a weight group. Returns True if the model is partly changed."""
+        """Leave a weight group. Returns True if the group's transfer has changed only a part of the model."""
 
     @abstractmethod
     def _leave_groups(self) -> None:
-        """Leave every weight group."""
+        """Leave every weight group that the engine is in."""
 
     def _check_freed(self, memory: weights_pb2.MemoryChange) -> None:
-        """Raise EngineError if a sleep has freed less than it must."""
+        """Raise EngineError if a sleep has freed less memory than it must."""
 
     @abstractmethod
     def _rss_bytes(self) -> int:
-        """Return the resident memory of the engine's processes."""
+        """Return the resident memory of the engine's processes, in bytes."""
 
     @abstractmethod
     def _memory_in_use(self) -> int:
-        """Return the bytes in use: with GPUs, by all processes on them; else by the engine's processes."""
+        """Return the memory in use, in bytes: with GPUs, device memory of all processes on them; without, memory of the
+        engine's processes."""
 
     async def _take(self, requests: AsyncIterator[engine_pb2.ExchangeRequest]) -> None:
         engine = self._loaded()

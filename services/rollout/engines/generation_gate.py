@@ -1,4 +1,4 @@
-"""The gate of an engine's generating thread: pauses with a lease, weight updates, quarantine, sleep."""
+"""The gate of an engine's generating thread. It covers pauses with a lease, weight updates, quarantine and sleep."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ LEASE_OVER = {
     False: "the lease of the pause has ended: generation continues without a resume",
     True: "the lease of the pause has ended, and no resume named the received weights: they serve nothing",
 }
-"""Warning for an expired pause lease; the key is True if the committed weights are unconfirmed."""
+"""Warnings about an expired pause lease. The key is True if the committed weights are still unconfirmed."""
 
 logger = logging.getLogger(__name__)
 
@@ -25,46 +25,48 @@ class UpdatePause:
     mode: PauseMode
     lease_seconds: float
     deadline: float
-    """Time by which the generating thread must rest, by time.monotonic()."""
+    """Monotonic time by which the generating thread must have stopped."""
 
 
 class GenerationGate:
-    """Decides when an engine may generate. Shared by the generating thread and threads that pause and update it.
+    """Decides when an engine may generate. The generating thread shares it with threads that pause and update the
+    engine.
 
     The gate is closed before the first commit; during a pause, an update and sleep; and in quarantine: from a failed
     update that touched the model until an update succeeds. While it is closed, the generating thread rests between two
-    tokens. Committed weights serve nothing until `confirm`; if the lease of their pause ends first, they are
-    quarantined.
+    tokens. The engine doesn't generate with committed weights until `confirm`; if the lease of their pause ends first,
+    they are quarantined.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Guards all state of the gate."""
+        """Lock that guards all state of the gate."""
         self.changed = threading.Condition(self.lock)
-        """Condition on the lock, notified at every change."""
+        """Condition on `lock`, notified at every change of the gate."""
         self.mode: PauseMode | None = None
-        """Mode of the current pause, or None."""
+        """Mode of the current pause; None if there is no pause."""
         self.weights: Version | None = None
-        """Weights committed last; None before the first commit and after `sleep`."""
+        """Version of the weights that were committed last; None before the first commit and after `sleep`."""
         self.quarantined = False
-        """True if a failed update left the model between two versions, or nobody confirmed the new one in time."""
+        """True if a failed update left the model between two versions, or if nobody confirmed new weights in time."""
         self.unconfirmed = False
-        """True from a commit until `confirm`."""
+        """True from a commit of weights until `confirm`."""
         self.asleep = False
         """True if the engine has freed memory; the gate is closed until `wake`."""
         self._abort_asked = False
         self.pauses = 0
-        """Number of pauses so far."""
+        """Number of pauses so far; also the number of the last pause."""
         self._lease_end = 0.0
         self.at_rest = False
-        """True while the generating thread rests in the pause."""
+        """True while the generating thread has stopped for the current pause."""
         self._updating = False
         self._touched = False
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> None:
-        """Close the gate and wait until the generating thread rests. The pause ends by itself after `lease_seconds`.
+        """Begin a pause, and wait until the generating thread has stopped. The pause ends by itself after
+        `lease_seconds`.
 
-        Raises EngineError after `timeout` seconds, and opens the gate again.
+        Raises EngineError if the thread has not stopped after `timeout` seconds; the pause is then over.
         """
         deadline = time.monotonic() + timeout
         with self.changed:
@@ -76,7 +78,8 @@ class GenerationGate:
                 self.changed.wait(deadline - time.monotonic())  # brief: the pause's deadline
 
     def resume(self, pause: int | None = None) -> None:
-        """End the current pause; with `pause`, only if this is its number. A quarantine stays.
+        """End the current pause; if `pause` is given, only if the current pause has this number. A quarantine
+        continues.
 
         Raises EngineError: an update is under way, or the weights are unconfirmed.
         """
@@ -90,7 +93,8 @@ class GenerationGate:
             self.changed.notify_all()
 
     def confirm(self, weights: Version) -> None:
-        """Let the engine serve these committed weights. Raises EngineError for other weights or in quarantine."""
+        """Let the engine generate with the committed weights. Raises EngineError if they aren't `weights`, or in
+        quarantine."""
         with self.changed:
             check_named(weights, self)
             self.unconfirmed = False
@@ -98,7 +102,7 @@ class GenerationGate:
 
     @contextmanager
     def update(self, weights: Version) -> Iterator[None]:
-        """Keep the gate closed inside the block and commit `weights` at its end, unless it raises.
+        """Keep the gate closed inside the context. At its end commit `weights`, unless the block raised.
 
         Raises EngineError unless the engine rests in a pause or is quarantined.
         """
@@ -112,10 +116,10 @@ class GenerationGate:
 
     @contextmanager
     def pause_and_update(self, pause: UpdatePause, weights: Version) -> Iterator[None]:
-        """Pause and update at once: enter the block without waiting for the generating thread to rest.
+        """Begin a pause and an update at once, and enter the block before the generating thread has stopped.
 
         The gate stays closed until the end of the block, even if the lease expires. If the block raises before the
-        thread rests, the pause ends as well.
+        thread has stopped, the pause ends, too.
         """
         with self.changed:
             self._refuse_second_update()
@@ -151,7 +155,7 @@ class GenerationGate:
             self.changed.wait_for(lambda: not self._updating, timeout)
 
     def _begin_pause(self, mode: PauseMode, lease_seconds: float) -> int:
-        """Begin a pause, replacing any current one. Returns its number."""
+        """Begin a pause, which replaces any current pause. Returns the new pause's number."""
         self.pauses += 1
         self.mode = mode
         self._abort_asked = mode == "abort"
@@ -161,7 +165,7 @@ class GenerationGate:
         return self.pauses
 
     def _end_pause(self, number: int) -> None:
-        """End a pause, unless a newer one has begun."""
+        """End the pause with this number, unless a newer pause has begun."""
         if self.pauses == number:
             self.mode = None
             self.changed.notify_all()
@@ -177,17 +181,19 @@ class GenerationGate:
             self.changed.notify_all()
 
     def touch(self) -> None:
-        """Note that the model is changing: a failure from here on means quarantine. Call it inside `update`."""
+        """Record that the update has begun to change the model, so that a failure from now on means quarantine. Call it
+        inside `update`."""
         self._touched = True
 
     def quarantine(self) -> None:
-        """Close the gate until the next commit."""
+        """Put the engine in quarantine: close the gate until weights are committed again."""
         with self.changed:
             self.quarantined = True
             self.changed.notify_all()
 
     def sleep(self) -> None:
-        """End a pause and close the gate until `wake`. Forgets the weights, because their memory will be freed.
+        """End the current pause, and close the gate until `wake`. The gate forgets the weights' version, because their
+        memory will be freed.
 
         Raises EngineError unless the engine rests in a pause.
         """
@@ -198,7 +204,7 @@ class GenerationGate:
             self.changed.notify_all()
 
     def wake(self) -> None:
-        """End the sleep. The gate then opens for weights committed since `sleep`.
+        """End the engine's sleep. The gate then opens if weights were committed since `sleep`.
 
         Call it once all memory is allocated again.
         """
@@ -207,7 +213,7 @@ class GenerationGate:
             self.changed.notify_all()
 
     def may_run(self) -> bool:
-        """Return True if running samples may continue."""
+        """Return True if running samples may generate more tokens."""
         return self._serves() and self.mode in (None, "drain")
 
     def may_admit(self) -> bool:
@@ -215,27 +221,28 @@ class GenerationGate:
         return self._serves() and self.mode is None
 
     def take_abort(self) -> bool:
-        """Return True if all requests must end now; only once per pause, because later requests wait for its end."""
+        """Return True if all requests must end because of the current pause. True only once per pause, because later
+        requests wait for the pause's end."""
         asked, self._abort_asked = self._abort_asked, False
         return asked
 
     def rest(self) -> None:
-        """Report that the generating thread rests, then `wait`. The caller holds `changed`."""
+        """Report that the generating thread has stopped, then wait as `wait` does. The caller must hold `changed`."""
         self.at_rest = True
         self.changed.notify_all()
         self.wait()
 
     def wait(self) -> None:
-        """Wait for a change or the end of the lease. The caller holds `changed`."""
+        """Wait until the gate changes or the pause's lease ends. The caller must hold `changed`."""
         leased = self.mode is not None and not self._updating
         self.changed.wait(max(self._lease_end - time.monotonic(), 0.0) if leased else None)
 
     def leave_rest(self) -> None:
-        """Report that the generating thread continues. The caller holds `changed`."""
+        """Report that the generating thread continues. The caller must hold `changed`."""
         self.at_rest = False
 
     def end_lease(self) -> None:
-        """End the pause if its lease has expired and no update is under way. The caller holds `changed`.
+        """End the pause if its lease has expired and no update is under way. The caller must hold `changed`.
 
         An update has its own deadline.
         """

@@ -13,16 +13,16 @@ from relaxd.models import DataError
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model's configuration and tokenizer."""
+    """What an engine needs to know of a model folder: the model's limits, and its tokenizer."""
 
     vocabulary: int
-    """Vocabulary size; every token id is smaller."""
+    """Number of token ids in the model's vocabulary; every token id is smaller."""
     context: int
-    """Maximum tokens of prompt and answer together; 0 if the model's files name no limit."""
+    """Maximum number of tokens of prompt and answer together; 0 if the model's files name no limit."""
     architectures: tuple[str, ...]
     """Names of the model's classes in transformers."""
     end_ids: tuple[int, ...]
-    """Tokens that end an answer."""
+    """Ids of the tokens that end an answer."""
     tokenizer: Tokenizer
 
 

@@ -22,10 +22,11 @@ FinishReason = Literal["stop", "length", "abort"]
 """Reason why a sample ended, named as in the proto FinishReason; unfinished samples have None."""
 PauseMode = Literal["in_place", "retract", "abort", "drain"]
 MemoryPart = Literal["weights", "kv_cache"]
-"""Part of an engine's memory that a sleep frees and a wake allocates again."""
+"""Name of a part of an engine's memory, which a sleep frees and a wake allocates again."""
 
 MARGIN_SECONDS = 5.0
-"""Seconds between a deadline that the engine enforces and the deadline of its call; leaves time for the answer."""
+"""Seconds by which a call's deadline exceeds the deadline that the engine enforces, so that the engine can still
+answer."""
 
 PAUSE_MODES: dict[int, PauseMode] = {
     rollout_pb2.PAUSE_MODE_UNSPECIFIED: "in_place",
@@ -42,18 +43,18 @@ MEMORY_PARTS: dict[int, MemoryPart] = {
 
 
 class EngineError(FailedPrecondition):
-    """The engine's state does not allow the operation."""
+    """The engine's current state does not allow the operation."""
 
 
 class BadManifest(InvalidArgument):
-    """The engine can't receive a weight group's manifest."""
+    """The engine can't receive the tensors that a weight group's manifest lists."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, [("manifest", message)])
 
 
 class RequestFailed(Aborted):
-    """A request failed; the engine continues with others."""
+    """A request to an engine failed; the engine continues with others."""
 
 
 class AnswerTooLarge(RequestFailed):
@@ -69,17 +70,17 @@ class WrongMedia(InvalidArgument, RequestFailed):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters: the proto SamplingParams with its defaults resolved."""
+    """Sampling parameters of a request: those of the proto SamplingParams, with defaults filled in."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    """Temperature of sampling; 0: the likeliest token is taken."""
+    """Temperature of sampling. With 0, the likeliest token is always taken."""
     top_p: float = 1.0
-    """Total probability of the likeliest tokens from which one is drawn; 1: all tokens."""
+    """Total probability of the likeliest tokens among which one is drawn; 1 means all tokens."""
     top_k: int = 0
-    """Number of the likeliest tokens from which one is drawn; 0: all tokens."""
+    """Number of the likeliest tokens among which one is drawn; 0 means all tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids of the tokens that end a sample; empty: the model's own end tokens."""
+    """Ids of the tokens that end a sample; if empty, the model's own end tokens."""
     ignore_eos: bool = False
     seed: int = 0
     stop: tuple[str, ...] = ()
@@ -88,7 +89,7 @@ class Sampling:
 
     @classmethod
     def from_proto(cls, message: sample_pb2.SamplingParams) -> "Sampling":
-        """Resolve the defaults of a message."""
+        """Return the sampling parameters of a message, with its defaults filled in."""
         return cls(
             max_new_tokens=message.max_new_tokens,
             temperature=message.temperature,
@@ -102,12 +103,13 @@ class Sampling:
         )
 
     def to_proto(self) -> sample_pb2.SamplingParams:
-        """Return the message that `from_proto` resolves to this."""
+        """Return the message from which `from_proto` makes these parameters."""
         return sample_pb2.SamplingParams(**asdict(self))
 
 
 def run_sampling(config: RolloutConfig, seed: int, own: Mapping[str, Any] | None = None) -> Sampling:
-    """Return a group's sampling parameters; `own`: those that its source overrides, by name, as JSON values."""
+    """Return a group's sampling parameters: the run's, changed by those that the group's data source sets (`own`: JSON
+    values by name)."""
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -124,39 +126,41 @@ def run_sampling(config: RolloutConfig, seed: int, own: Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class Request:
-    """A request for n samples of one prompt."""
+    """A request to an engine to generate n samples of one prompt."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
     n: int
     sampling: Sampling
     stream: bool = False
-    """Report tokens as they are generated instead of each sample at its end."""
+    """True if tokens are reported while they are generated; False if each sample is reported at its end."""
     report_every: int = 1
-    """With `stream`: minimum tokens in a report of a sample, except its last report."""
+    """With `stream`: minimum number of tokens in each report of a sample, except the last."""
     begun: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Earlier tokens of the samples to continue, by index. They count towards length and stop conditions and are not
-    reported again. Only these samples are generated; if empty, all n are, from their beginning."""
+    reported again. Only these samples are generated; without any, all n samples are generated from their beginning."""
     likeliest: int = 0
-    """Number of likeliest tokens to report at each position; 0 for none."""
+    """Number of the likeliest tokens that are reported at each position; 0 for none."""
     media: PromptMedia = NO_MEDIA
-    """Media of the prompt; `prompt_tokens` contains their tokens."""
+    """Media of the prompt. `prompt_tokens` contains the media's tokens, too."""
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Indices of the samples to generate."""
+        """Indices of the samples that the request generates."""
         return tuple(self.begun) or tuple(range(self.n))
 
     def tokens_of(self, sample: int) -> tuple[int, ...]:
-        """Return the earlier tokens of a sample."""
+        """Return the tokens that a sample had before this request; () if it had none."""
         return self.begun.get(sample, ())
 
 
 @dataclass
 class Output:
-    """New tokens of one sample, or the whole sample if the request does not stream.
+    """An engine's output for one sample: the tokens since its last output, or all tokens if the request does not
+    stream.
 
-    Engines fill lists. The service's process has arrays: versions int64, logprobs float32, others int32.
+    Engines fill the fields with lists. In the service's process the fields are arrays: versions int64, logprobs
+    float32, others int32.
     """
 
     sample: int
@@ -164,20 +168,20 @@ class Output:
     logprobs: Sequence[float] = field(default_factory=list)
     """Log-prob of each token at the sampling temperature (1 for greedy), before top-p and top-k."""
     versions: Sequence[int] = field(default_factory=list)
-    """Weight version that produced each token."""
+    """Version of the weights that produced each token."""
     finish_reason: FinishReason | None = None
-    """Set with the sample's last output."""
+    """Reason why the sample ended; None except in the sample's last output."""
     text: str = ""
-    """Text of the whole sample, including tokens of earlier requests; set with the last output."""
+    """Text of the whole sample, including tokens of earlier requests; empty except in the sample's last output."""
     spans_weight_update: bool = False
     """True if the sample continued in place across a weight update, with its old keys and values."""
     routed_experts: "np.ndarray[Any, Any] | None" = None
-    """Experts of each token, uint8 or uint16 [prompt and answer tokens except the last, layers, top_k]; set with the
-    last output if the run returns them."""
+    """Experts that each token was routed to, uint8 or uint16 [prompt and answer tokens except the last, layers, top_k].
+    Only in the sample's last output, if the run returns them."""
     receipts: Sequence[Receipt] = ()
-    """Receipts for the weights that produced the tokens."""
+    """Receipts for the weights that produced the output's tokens."""
     likeliest: Sequence[Sequence[int]] = field(default_factory=list)
-    """Ids of the likeliest tokens at each position, likeliest first, regardless of sampling: [tokens,
+    """Ids of the likeliest tokens at each position, likeliest first, whatever the sampling parameters: [tokens,
     Request.likeliest]."""
 
 
@@ -193,27 +197,27 @@ class Version:
 
     @classmethod
     def from_proto(cls, message: replica_pb2.WeightVersion) -> "Version":
-        """Convert a message."""
+        """Return the version in a WeightVersion message."""
         return cls(message.term, message.version)
 
     def to_proto(self) -> replica_pb2.WeightVersion:
-        """Return the message that `from_proto` converts to this."""
+        """Return the version as a WeightVersion message."""
         return replica_pb2.WeightVersion(term=self.term, version=self.version)
 
 
 class HeldWeights(Protocol):
-    """State of an engine's weights."""
+    """What `check_named` needs to know of an engine's weights."""
 
     weights: Version | None
-    """Version committed last; None before the first commit."""
+    """Version of the weights that were committed last; None before the first commit."""
     quarantined: bool
-    """True if the engine must not serve its weights."""
+    """True if the engine is in quarantine: it must not generate with its weights."""
     unconfirmed: bool
     """True if the weights were received without a resume, and no resume has named them yet."""
 
 
 def check_named(named: Version | None, engine: HeldWeights) -> None:
-    """Raise EngineError if an engine can't resume with the weights that the resume names; `named` is None for none."""
+    """Raise EngineError if an engine can't resume. `named`: the weights that the resume request names, or None."""
     held = engine.weights
     if named is not None and (named != held or engine.quarantined):
         state = "is quarantined" if engine.quarantined else f"has {held or 'no weights'}"
@@ -223,18 +227,18 @@ def check_named(named: Version | None, engine: HeldWeights) -> None:
 
 
 OutputHandler = Callable[[str, list[Output]], None]
-"""Called in the engine's thread with a request id and its new outputs."""
+"""Function that gets a request's id and new outputs of its samples. Called in the engine's thread."""
 
 
 class FailureHandler(Protocol):
-    """Called with the id of a failed request and the reason."""
+    """Function that gets the id of a failed request, and the reason."""
 
     def __call__(self, request_id: str, reason: str, *, wrong_media: bool = False) -> None:
         """`wrong_media` is True if the request's media can't be used."""
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return `text` up to the last occurrence of a stop string; all of it without one."""
+    """Return `text` up to the beginning of its last stop string; the whole text if it has none."""
     return text[: max((found for each in stop if (found := text.rfind(each)) >= 0), default=len(text))]
 
 
@@ -277,7 +281,7 @@ FINISH_NUMBERS = numbers(sample_pb2.FinishReason)
 
 
 def encode_output(request_id: str, output: Output) -> engine_pb2.EngineOutput:
-    """Convert an output to a message."""
+    """Convert a sample's output to a message for the service."""
     runs = [(version, sum(1 for _ in run)) for version, run in groupby(output.versions)]
     message = engine_pb2.EngineOutput(
         request_id=request_id,
@@ -298,7 +302,7 @@ def encode_output(request_id: str, output: Output) -> engine_pb2.EngineOutput:
 
 
 def decode_output(message: engine_pb2.EngineOutput) -> Output:
-    """Convert a message to an output with arrays."""
+    """Convert an engine's message to a sample's output, whose fields are arrays."""
     versions = np.repeat(np.array(message.versions, dtype=np.int64), np.array(message.version_lengths, dtype=np.int64))
     output = Output(
         message.sample,
@@ -320,7 +324,7 @@ def decode_output(message: engine_pb2.EngineOutput) -> Output:
 
 
 def join_outputs(outputs: Iterable[tuple[str, Output]]) -> list[tuple[str, Output]]:
-    """Join the outputs of each sample, in order."""
+    """Join all outputs of the same sample to one, keeping the tokens' order."""
     parts: dict[tuple[str, int], list[Output]] = {}
     for request_id, output in outputs:
         parts.setdefault((request_id, output.sample), []).append(output)
@@ -343,7 +347,7 @@ def _joined(outputs: list[Output]) -> Output:
 def pack_messages(
     outputs: Iterable[engine_pb2.EngineOutput], message_bytes: int, max_bytes: int
 ) -> list[engine_pb2.ExchangeResponse]:
-    """Pack outputs, in order, into messages of at most `message_bytes`; a larger output gets its own message.
+    """Pack outputs into messages, in order. Each message has at most `message_bytes`, or a single larger output.
 
     An output above `max_bytes` becomes a failure of its request, because no message can carry it.
     """
@@ -366,7 +370,7 @@ def pack_messages(
 
 
 def encode_request(request: Request) -> engine_pb2.EngineRequest:
-    """Convert a request to a message."""
+    """Convert a request to a message for the engine's process."""
     return engine_pb2.EngineRequest(
         id=request.request_id,
         request=rollout_pb2.GenerateRequest(
@@ -387,7 +391,7 @@ def encode_request(request: Request) -> engine_pb2.EngineRequest:
 
 
 def decode_request(message: engine_pb2.EngineRequest) -> Request:
-    """Convert a message to a request."""
+    """Convert a message from the service to a request."""
     asked = message.request
     return Request(
         message.id,

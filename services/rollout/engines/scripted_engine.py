@@ -1,4 +1,4 @@
-"""Scripted engine of a rehearsal, without model and child process.
+"""Scripted engine of a rehearsal, which has neither a model nor a child process.
 
 Its answers have random lengths and take the time that `[rehearsal]` states.
 """
@@ -25,14 +25,14 @@ from services.rollout.engines.engine_interface import EngineStart, RolloutEngine
 from services.rollout.engines.request_types import PAUSE_MODES, Output, PauseMode, Request, Version
 
 ROUNDING_TOKENS = 1e-3
-"""Tolerance for rounding errors, in tokens: a sample this close to its length has ended."""
+"""Tolerance for rounding errors, in tokens. A sample that is this close to its length has ended."""
 
 
 class Decoder:
     """Simulates the decoding of concurrent samples, all at the same speed. Use it in one event loop.
 
-    `position` counts the tokens of a sample that never ends: a sample of L tokens that starts at position p ends at
-    position p + L, even if the speed changes.
+    `position` counts the tokens that an endless sample would have: a sample of L tokens that starts at position p ends
+    at position p + L, even if the speed changes.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class Decoder:
         sample_tokens_per_second: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tokens_per_second`: maximum of all samples together; `sample_tokens_per_second`: maximum of one sample."""
+        """`tokens_per_second`: maximum speed of all samples together. `sample_tokens_per_second`: maximum speed of one
+        sample."""
         self._all, self._one = tokens_per_second, sample_tokens_per_second
         self._clock = clock
         self._last = clock()
@@ -51,7 +52,7 @@ class Decoder:
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self.tokens = 0.0
-        """Number of tokens decoded so far, over all samples."""
+        """Number of tokens decoded so far, summed over all samples."""
 
     @property
     def running(self) -> int:
@@ -67,7 +68,7 @@ class Decoder:
 
     @property
     def position(self) -> float:
-        """Number of tokens that a sample running since the beginning would have."""
+        """Number of tokens that a sample would have now if it had run since the decoder's beginning."""
         now = self._clock()
         passed = self.speed * (now - self._last)
         self._position += passed
@@ -76,13 +77,14 @@ class Decoder:
         return self._position
 
     def pause(self, paused: bool) -> None:
-        """Stop all samples, or let them continue."""
+        """Pause the decoding of all samples, or let it continue."""
         self._advance()
         self._paused = paused
         self._plan()
 
     async def decode(self, length: int, begin: float | None = None) -> None:
-        """Wait until a sample that started at position `begin` (default: now) has `length` tokens."""
+        """Wait until a sample has `length` tokens. `begin`: decoder position at which the sample started; None if it
+        starts now."""
         end = asyncio.get_running_loop().create_future()
         self._advance()
         start = self._position if begin is None else begin
@@ -98,7 +100,7 @@ class Decoder:
             raise
 
     def _advance(self) -> None:
-        """Count the tokens since the last change, and end the complete samples."""
+        """Add the tokens decoded since the last change, and end the samples that are complete."""
         position = self.position
         while self._ends and self._ends[0][0] <= position + ROUNDING_TOKENS:
             _, _, end = heapq.heappop(self._ends)
@@ -106,7 +108,7 @@ class Decoder:
                 end.set_result(None)
 
     def _plan(self) -> None:
-        """Schedule a wake-up for the end of the next sample, at the current speed."""
+        """Set the timer to the moment when the next sample will be complete at the current speed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -128,16 +130,16 @@ def draw_lengths(config: RehearsalConfig, n: int, max_new_tokens: int, seed: int
 
 
 CHECKSUM = {"scripted": 1}
-"""Checksums that trainer and engines of a rehearsal report."""
+"""Weight checksums, by tensor name, that trainer and engines report in a rehearsal."""
 VOCABULARY = 1 << 31
 TEXT_BYTES = 4
-"""Bytes of a token's text, on average."""
+"""Average number of bytes of text per token."""
 _POOL = 1 << 20
-"""Number of tokens in the shared pool."""
+"""Number of tokens in the pool of random tokens."""
 
 
 class _Pool:
-    """Tokens and log-probs shared by all answers: slices of them cost nothing."""
+    """Random tokens, log-probs and text from which all answers are sliced, so that making an answer costs nothing."""
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
@@ -146,45 +148,45 @@ class _Pool:
         self.text = bytes(random.integers(97, 123, _POOL, dtype=np.uint8)).decode()
 
     def array(self, name: str, length: int) -> Any:
-        """Return the first `length` values of the array `name`, repeated if it is shorter."""
+        """Return the first `length` values of the pool's array `name`, which is repeated if it is shorter."""
         values = getattr(self, name)
         return values[:length] if length <= _POOL else np.resize(values, length)
 
 
 @dataclass
 class _Sample:
-    """A sample that is being decoded."""
+    """A sample that the scripted engine is decoding."""
 
     request: Request
     index: int
     length: int
     begin: float
-    """Position of the decoder when the request began."""
+    """Position of the decoder when the sample's request began."""
     version: int
-    """Version of the weights when the request began."""
+    """Version of the weights when the sample's request began."""
     reported: int = 0
-    """Number of tokens that were reported, or that the sample had before the request."""
+    """Number of the sample's tokens that are reported already, including those from before the request."""
 
     def __post_init__(self) -> None:
         self.reported = self.begun
 
     @property
     def begun(self) -> int:
-        """Number of tokens that the sample had before the request."""
+        """Number of tokens that the sample had before this request."""
         return len(self.request.tokens_of(self.index))
 
 
 _pool = cache(_Pool)
-"""Returns the pool that all engines of this process share."""
+"""Returns the pool of random tokens that all scripted engines of this process share."""
 
 
 async def start_engine(start: EngineStart) -> "ScriptedEngine":
-    """Return an engine for a rollout replica."""
+    """Return a scripted engine for a rollout replica."""
     return ScriptedEngine(start.config.rollout, start.config.rehearsal)
 
 
 class ScriptedEngine(RolloutEngine):
-    """An engine without a model that takes exactly the time in `[rehearsal]`."""
+    """An engine without a model, whose answers take exactly the time that `[rehearsal]` states."""
 
     vocabulary = VOCABULARY
     context = 0
@@ -197,11 +199,11 @@ class ScriptedEngine(RolloutEngine):
         self._decoder = Decoder(rehearsal.tokens_per_second, rehearsal.sample_tokens_per_second)
         self._pool = _pool()
         self._changes: list[tuple[float, int]] = []
-        """Each weight update: decoder position and new version."""
+        """Weight updates so far: decoder position at the update, and new version."""
         self._resume: asyncio.TimerHandle | None = None
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._aborted: set[str] = set()
-        """Requests that `abort` has ended."""
+        """Ids of the requests that `abort` has ended."""
         self._alive = True
 
     @property
@@ -210,7 +212,7 @@ class ScriptedEngine(RolloutEngine):
 
     @property
     def alive(self) -> bool:
-        """True until `stop`."""
+        """True until the engine's `stop` is called."""
         return self._alive
 
     async def _generate(self, request: Request) -> AsyncIterator[Output]:
@@ -237,7 +239,8 @@ class ScriptedEngine(RolloutEngine):
             self._report()
 
     async def _sample(self, request: Request, index: int, length: int, outputs: "asyncio.Queue[Output | None]") -> None:
-        """Put the outputs of a sample into `outputs`; None if it is cancelled. `length` includes earlier tokens."""
+        """Put the outputs of a sample into `outputs`; None if its task is cancelled without `abort`. `length` includes
+        earlier tokens."""
         sample = _Sample(request, index, length, self._decoder.position, self.weights.version if self.weights else 0)
         every = request.report_every if request.stream else length
         try:
@@ -255,7 +258,7 @@ class ScriptedEngine(RolloutEngine):
             outputs.put_nowait(self._output(sample, max(end, sample.reported), aborted=True))
 
     def _output(self, sample: "_Sample", end: int, *, aborted: bool = False) -> Output:
-        """Return the unreported tokens of a sample up to `end`."""
+        """Return an output with a sample's unreported tokens up to token number `end`."""
         start, sample.reported = sample.reported, end
         versions: Any = np.full(end - start, sample.version, dtype=np.int64)
         newer = self._changes[bisect_right(self._changes, sample.begin, key=itemgetter(0)) :]
@@ -276,7 +279,8 @@ class ScriptedEngine(RolloutEngine):
         return output
 
     def _experts(self, tokens: int) -> Any:
-        """Return experts [tokens, layers, top k]; None if the run stores none."""
+        """Return made-up expert ids, uint8 or uint16 [tokens, layers, top k]; None if the run doesn't return
+        experts."""
         if not self._rollout.return_routed_experts:
             return None
         layers, top_k = self._rehearsal.experts
@@ -288,7 +292,8 @@ class ScriptedEngine(RolloutEngine):
             task.cancel()
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause decoding until a resume or the end of the lease; then unconfirmed weights stay paused."""
+        """Pause decoding until a resume or the end of the lease. If the weights are unconfirmed, the pause outlasts the
+        lease."""
         self._end_lease()
         if mode == "abort":
             for request_id in list(self._tasks):
@@ -307,7 +312,7 @@ class ScriptedEngine(RolloutEngine):
         """Do nothing: a rehearsal sends no weights."""
 
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """Switch to a version after the simulated time of a broadcast."""
+        """Take the sent version as the engine's weights, after the simulated time of a broadcast."""
         if request.HasField("pause"):
             mode = PAUSE_MODES[request.pause.mode]
             await self.pause(mode, request.pause.lease_seconds, request.pause_timeout_seconds)
@@ -324,7 +329,7 @@ class ScriptedEngine(RolloutEngine):
         return self.quarantined
 
     async def stop(self) -> None:
-        """End all samples."""
+        """End the engine and all its samples."""
         self._alive = False
         self._end_lease()
         for tasks in list(self._tasks.values()):

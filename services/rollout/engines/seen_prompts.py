@@ -1,4 +1,4 @@
-"""Preparation of prompts' media for the model; shared by the SGLang and transformers engines."""
+"""Preparation of the media in prompts for the model. The SGLang and transformers engines share it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from services.rollout.engines.request_types import EngineError, Request
 
 
 def read_model_vision(folder: Path, engine: str) -> VisionModel | None:
-    """Return a model's media rules; None if the engine takes no media for this model.
+    """Return how a model takes media (sizes, tokens, patches); None if the engine takes no media for this model.
 
-    Raises DataError if the rules are missing or damaged.
+    Raises DataError if the model's files lack these rules, or are damaged.
     """
     return (
         read_vision(folder) if read_object(folder / "config.json").get("model_type") in ENGINES[engine].media else None
@@ -43,11 +43,11 @@ class SeenFrame:
     sha256: str
     """Hash that identifies the frame."""
     grid: Grid
-    """Numbers of patches: 1, rows, columns."""
+    """Grid of the frame's patches: 1, number of rows, number of columns."""
     spans: list[tuple[int, int]]
     """First and last index of each run of the frame's tokens in the prompt."""
     patches: np.ndarray
-    """Pixels: uint8 [patches, 3, frames, side, side], to be normalised on the device."""
+    """Pixels of the frame's patches, uint8 [patches, 3, frames, side, side], to be normalised on the device."""
 
 
 @dataclass(frozen=True)
@@ -59,39 +59,39 @@ class HeardSound:
     spans: list[tuple[int, int]]
     """First and last index of each run of the sound's tokens in the prompt. A video's sound has several runs."""
     samples: np.ndarray
-    """Audio: int16 [samples]."""
+    """Amplitudes of the sound, int16 [samples]."""
 
 
 @dataclass(frozen=True)
 class SeenPrompt:
-    """A prompt with media, ready for the model."""
+    """A prompt whose media are ready for the model."""
 
     vision: VisionModel
-    """The model's media rules."""
+    """How the model takes media: sizes, tokens and patches."""
     layout: Layout
     hashes: tuple[str, ...]
-    """Hashes of the media, in prompt order."""
+    """SHA-256 hash of each medium, in prompt order."""
     grids: Sequence[Grid]
-    """Grids of the media, in prompt order."""
+    """Grid of each medium, in prompt order."""
     patches: dict[str, np.ndarray]
     """Patches of each image and video, by hash: uint8 [patches, 3, frames, side, side], to be normalised on the
     device."""
     sounds: dict[str, np.ndarray] = field(default_factory=dict)
-    """Samples of each sound, by hash: int16 [samples]."""
+    """Amplitudes of each sound, by hash: int16 [samples]."""
 
     @property
     def offset(self) -> int:
-        """Difference between a token's position after the prompt and its index in the sequence."""
+        """Position that the first token after the prompt gets, minus that token's index in the sequence."""
         return int(self.layout.next_position) - len(self.layout.tokens)
 
     @property
     def parts(self) -> list[tuple[str, Grid]]:
-        """Hash and grid of each input of the towers, in prompt order (`parts_of`)."""
+        """Hash and grid of each input of the vision and audio towers, in prompt order (see `parts_of`)."""
         return [part for name, grid in zip(self.hashes, self.grids, strict=True) for part in parts_of(name, grid)]
 
     @property
     def items(self) -> list[SeenFrame | HeardSound]:
-        """Images, video time steps and sounds, in prompt order; a video's own sound follows the video."""
+        """Images, time steps of videos, and sounds, in prompt order; a video's own sound follows the video."""
         count = self.vision.tokens.count
         counts = [[count(grid)] if is_sound(grid) else [count((1, *grid[1:]))] * grid[0] for _, grid in self.parts]
         ends = np.cumsum([one for item in counts for one in item])
@@ -108,26 +108,25 @@ class SeenPrompt:
         return found
 
     def positions(self, more: int) -> np.ndarray:
-        """Return positions of the prompt's T tokens and of `more` tokens after them, int64 [3, T + more]."""
+        """Return the positions of the prompt's T tokens and of `more` tokens after the prompt, int64 [3, T + more]."""
         behind = np.tile(int(self.layout.next_position) + np.arange(more), (3, 1))
         return np.concatenate([self.layout.positions.astype(np.int64), behind], axis=1)
 
     @property
     def identity(self) -> str:
-        """Hash of all media: prompts with the same tokens and identity are equal."""
+        """Hash of all media in the prompt. Prompts with the same tokens and the same identity are equal."""
         return hashlib.sha256("/".join(self.hashes).encode()).hexdigest()
 
 
 def _spans(places: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last of each run of consecutive places."""
+    """Return the first and last index of each run of consecutive indices."""
     runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
     return [(int(run[0]), int(run[-1])) for run in runs]
 
 
 def see(request: Request, vision: VisionModel | None) -> SeenPrompt | None:
-    """Return a request's prompt with its media prepared; None without media.
-
-    Raises EngineError if the model takes no media, or if the media are unusable or don't match the prompt.
+    """Return a request's prompt with its media prepared for the model; None if it has no media. Raises EngineError if
+    the model takes no media, or if the media are unusable or don't match the prompt.
     """
     media = request.media
     if not media:

@@ -31,35 +31,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Answer:
-    """One sample so far: outputs of one or more engines, and its state."""
+    """A sample's outputs so far, from one or more engines, and its state."""
 
     outputs: list[Output] = field(default_factory=list)
     saved: int = 0
     """Number of leading `outputs` that are saved on the board."""
     continued: int = 0
-    """Number of times that the answer was cut off and continued."""
+    """Number of times that an interrupted answer was continued."""
     off_policy_tokens: int = 0
-    """Number of leading tokens that are not trained on."""
+    """Number of tokens at the answer's start that are not trained on."""
     cut: int = 0
-    """Length at the last continuation, in tokens, until the first new output; 0 without off-policy masking."""
+    """Answer's length when it was last continued, in tokens; 0 after new output and without off-policy masking."""
 
     @property
     def ended(self) -> bool:
-        """True if the answer is complete."""
+        """True if the answer is finished: its last output has a finish reason."""
         return bool(self.outputs) and self.outputs[-1].finish_reason is not None
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
+        """Number of tokens of the answer so far."""
         return sum(len(output.tokens) for output in self.outputs)
 
     @property
     def versions(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """Version of the weights that generated each token."""
+        """Weight version that generated each token, int64 [length]."""
         return _joined((output.versions for output in self.outputs), np.int64)
 
     def take(self, output: Output) -> None:
-        """Add an engine's output. An aborted output leaves the answer unfinished, so that it can be continued."""
+        """Append an engine's output. An aborted output leaves the answer unfinished, so that it can be continued."""
         if output.finish_reason == "abort":
             output = replace(output, finish_reason=None, text="")
         if self.cut and len(output.tokens):
@@ -80,7 +80,7 @@ class Answer:
 
 
 class Answers:
-    """The n answers of a group."""
+    """Answers of a group, finished or not, one per sample."""
 
     def __init__(self, n: int) -> None:
         self._answers = [Answer() for _ in range(n)]
@@ -90,22 +90,22 @@ class Answers:
 
     @property
     def ended(self) -> bool:
-        """True if all answers are complete."""
+        """True if all answers are finished."""
         return all(answer.ended for answer in self._answers)
 
     @property
     def unfinished(self) -> int:
-        """Number of answers that aren't complete."""
+        """Number of unfinished answers."""
         return sum(not answer.ended for answer in self._answers)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all answers."""
+        """Total number of tokens of all answers so far."""
         return sum(answer.length for answer in self._answers)
 
     @property
     def unsaved_tokens(self) -> int:
-        """Maximum number of unsaved tokens of one answer."""
+        """Largest number of tokens of an answer that are not saved on the board."""
         return max(sum(len(output.tokens) for output in answer.outputs[answer.saved :]) for answer in self._answers)
 
     @property
@@ -120,25 +120,25 @@ class Answers:
         }
 
     def take(self, output: Output) -> None:
-        """Add an engine's output to its answer."""
+        """Append an engine's output to the answer that the output names."""
         self._answers[output.sample].take(output)
 
     def go_on(self, version: int, *, mask_off_policy: bool) -> None:
-        """Record that unfinished answers are continued with this version of the weights or a newer one.
+        """Record that unfinished answers are continued with weight version `version` or a newer one.
 
-        With `mask_off_policy`, their tokens up to the last one of older weights will not be trained on.
+        With `mask_off_policy`, an answer's tokens up to the last one from older weights will not be trained on.
         """
         for answer in self._answers:
             if answer.outputs and not answer.ended:
                 answer.go_on(version, mask_off_policy=mask_off_policy)
 
     def oldest_version(self) -> int | None:
-        """Return the oldest version of all tokens to train on; None if there are no such tokens."""
+        """Return the oldest weight version that generated a token to train on; None without such tokens."""
         versions = [answer.versions[answer.off_policy_tokens :] for answer in self._answers]
         return min((int(each.min()) for each in versions if each.size), default=None)
 
     def unsaved(self) -> tuple[dict[str, Column], int, list[int]]:
-        """Return columns of the unsaved outputs, their number of tokens, and a mark for `mark_saved`."""
+        """Return the unsaved outputs as columns, the number of unsaved tokens, and the argument for `mark_saved`."""
         rows = [(answer, output) for answer in self._answers for output in _merged(answer.outputs[answer.saved :])]
         outputs = [output for _, output in rows]
         columns = _columns(rows) | {"sample": np.array([output.sample for output in outputs], dtype=np.int32)}
@@ -147,12 +147,12 @@ class Answers:
         return columns, len(columns["tokens"]), [len(answer.outputs) for answer in self._answers]
 
     def mark_saved(self, mark: Sequence[int]) -> None:
-        """Record that the outputs returned by `unsaved` with this mark are on the board."""
+        """Record that the outputs that `unsaved` returned together with `mark` are saved on the board."""
         for answer, count in zip(self._answers, mark, strict=True):
             answer.saved = count
 
     def take_saved(self, parts: Sequence[Mapping[str, Column]]) -> None:
-        """Add the parts that earlier holders of the group saved, in order."""
+        """Append the outputs that earlier holders of the group saved; `parts` are in order of saving."""
         for part in parts:
             columns = cast(Mapping[str, Any], part)
             ends, likeliest = np.cumsum(columns["lengths"]), columns.get(STUDENT_CANDIDATES)
@@ -178,7 +178,7 @@ class Answers:
                 answer.off_policy_tokens = int(columns[OFF_POLICY_TOKENS][row])
 
     def columns(self, names: Iterable[str]) -> dict[str, Column]:
-        """Return the columns `names`. All answers must have ended.
+        """Return the named columns of the group. All answers must be finished.
 
         Raises ValueError if `names` has routed experts or likeliest tokens, and an answer lacks them.
         """
@@ -206,7 +206,7 @@ class Answers:
 
 
 def _columns(rows: Sequence[tuple[Answer, Output]]) -> dict[str, Any]:
-    """Return columns with one row, or one run of tokens, per output."""
+    """Return outputs as columns, which have one row per output, or the tokens of all outputs in order."""
     outputs = [output for _, output in rows]
     return {
         "lengths": np.array([len(output.tokens) for output in outputs], dtype=np.int32),
@@ -223,7 +223,7 @@ def _columns(rows: Sequence[tuple[Answer, Output]]) -> dict[str, Any]:
 
 
 def _merged(outputs: Sequence[Output]) -> list[Output]:
-    """Join the consecutive outputs of one sample into one."""
+    """Join consecutive outputs of a sample into a list of at most one output."""
     if len(outputs) < 2:
         return list(outputs)
     merged = replace(
@@ -239,7 +239,7 @@ def _merged(outputs: Sequence[Output]) -> list[Output]:
 
 
 def _joined(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Concatenate arrays into one of this dtype."""
+    """Concatenate arrays into one array of type `dtype`."""
     return np.concatenate([np.empty(0, dtype), *(np.asarray(array, dtype=dtype) for array in arrays)])
 
 
@@ -250,7 +250,10 @@ def _likeliest(outputs: Sequence[Output]) -> Any:
 
 
 def _trained(lengths: Any, masked: Any) -> Any:
-    """Return the loss mask uint8 [T]: 0 for the first `masked` [S] of the `lengths` [S] tokens of each sequence."""
+    """Return the loss mask of joined sequences, uint8 [tokens]: 0 for each sequence's first `masked` tokens, else 1.
+
+    `lengths` and `masked`: numbers of tokens, int [sequences].
+    """
     places = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return (places >= np.repeat(masked, lengths)).astype(np.uint8)
 
@@ -264,7 +267,7 @@ class KeptAnswers:
     def __init__(
         self, config: RunConfig, board: Board, delivery: Delivery, hold: Callable[[str], Delivery | None]
     ) -> None:
-        """`hold` returns this replica's newest hold of a group, or None."""
+        """`hold`: function that returns the newest delivery of a group that this replica holds, or None."""
         self.answers = Answers(config.rollout.samples_per_prompt)
         partial = config.rollout.partial
         self._partial = partial
@@ -273,13 +276,13 @@ class KeptAnswers:
         self._delivery = delivery
         self._hold = hold
         self._pointers: str | None = ""
-        """Pointers to the parts on the board; None once another holder changed them."""
+        """Pointers to the answers' saved parts on the board; None after another holder has changed them."""
         self._saved_tokens = 0
-        """Number of tokens saved by this delivery."""
+        """Number of tokens saved on the board during this delivery."""
         self._lock = asyncio.Lock()
 
     async def load(self) -> None:
-        """Load the answers that earlier holders of the group saved."""
+        """Load from the board the answers that earlier holders of the group saved."""
         if not self._partial.enabled:
             return
         saved = await asyncio.to_thread(self._board.saved, self._delivery)
@@ -290,9 +293,10 @@ class KeptAnswers:
         self._count(self.answers.tokens, "continued")
 
     async def go_on(self, version: int) -> int:
-        """Prepare the answers for an engine that continues them with this version of the weights.
+        """Prepare the answers for an engine that continues them with weight version `version`.
 
-        Restarts them if they may not be continued. Returns the oldest version of the group's tokens to train on.
+        Restarts all answers, without tokens, if they may not be continued. Returns the oldest weight version of the
+        group's tokens to train on, at most `version`.
         """
         self.answers.go_on(version, mask_off_policy=self._partial.mask_off_policy)
         oldest = self.answers.oldest_version()
@@ -310,7 +314,7 @@ class KeptAnswers:
 
     @asynccontextmanager
     async def saving(self) -> AsyncIterator[None]:
-        """Save the answers regularly inside the block, and once more if it is cancelled or the engine fails."""
+        """Save the answers regularly while the block runs, and again if the block is cancelled or the engine fails."""
         if not self._partial.enabled:
             yield
             return
@@ -330,7 +334,7 @@ class KeptAnswers:
                 await asyncio.shield(self._save())
 
     async def _save(self) -> None:
-        """Save the unsaved outputs, unless this delivery no longer holds the group."""
+        """Save new outputs on the board, if this replica still holds the group."""
         async with self._lock:
             hold = self._hold(self._delivery.group_id)
             if hold is None or self._pointers is None:
@@ -353,7 +357,7 @@ class KeptAnswers:
                 self._count(tokens, "saved")
 
     async def _forget(self) -> None:
-        """Restart the answers, and remove their saved parts from the board."""
+        """Discard the answers, and remove their saved parts from the board."""
         async with self._lock:
             self.answers = Answers(len(self.answers))
             hold = self._hold(self._delivery.group_id)

@@ -1,4 +1,4 @@
-"""The parent's side of an engine: starts its child process, sends it requests, and receives outputs."""
+"""Client of an engine in a child process: starts the process, sends requests, and receives outputs."""
 
 import asyncio
 import logging
@@ -38,12 +38,13 @@ from services.rollout.engines.request_types import (
 )
 
 GivenLogprobs = tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]
-"""For n given tokens: log-probs [n], ids of the k likeliest tokens at each position [n, k], their log-probs [n, k]."""
+"""Scores of n given tokens: their log-probs [n], ids of the k likeliest tokens at each position [n, k], and those
+tokens' log-probs [n, k]."""
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
 CONTROL_SECONDS = 10.0
-"""Deadline of calls that only change a flag, in seconds."""
+"""Deadline of calls that resume generation, leave a weight group or start a recording, in seconds."""
 STATS_SECONDS = 1.0
-"""Seconds between two requests for the engine's statistics."""
+"""Interval between requests for the engine's statistics, in seconds."""
 STATS_TIMEOUT_SECONDS = 60.0
 """Deadline of a request for the engine's statistics, in seconds."""
 
@@ -74,7 +75,7 @@ async def start_engine(start: EngineStart) -> "ChildEngine":
 
 
 class ChildEngine(RolloutEngine):
-    """An engine in a child process."""
+    """Engine that runs in a child process."""
 
     def __init__(self, on_exit: Callable[[ChildExit], None], on_tokens: Callable[[int, float], None]) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class ChildEngine(RolloutEngine):
         self._engine: Any
         """Stub of the child's Engine service."""
         self._rollout: Any
-        """Stub of the child's Rollout service, for calls that change the engine."""
+        """Stub of the child's Rollout service: pauses, weights and memory."""
         self._versions: RequestStream
         """Stream of requests to receive weights."""
         self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
@@ -92,7 +93,7 @@ class ChildEngine(RolloutEngine):
         self._to_send = asyncio.Event()
         self._frozen = False
         self._changes = 0
-        """Number of calls that may have changed `quarantined` or `unconfirmed`."""
+        """Number of completed calls that may have changed `quarantined` or `unconfirmed`."""
         self._tasks: list[asyncio.Task[None]] = []
         self._measured = (time.monotonic(), 0)
         self.vocabulary, self.context, self.device = 0, 0, "cpu"
@@ -171,7 +172,7 @@ class ChildEngine(RolloutEngine):
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the engine's child process."""
         return self._child.pid
 
     @property
@@ -255,16 +256,16 @@ class ChildEngine(RolloutEngine):
         self._changes += 1
 
     async def record(self, profile: rollout_pb2.ProfileRequest, folder: Path, name: str) -> list[str]:
-        """Record the next steps with torch's profiler. Returns the files that will hold the recordings.
+        """Record the next model steps with torch's profiler. Returns the files that will hold the recordings.
 
-        Raises EngineError: earlier steps are being recorded.
+        Raises EngineError if a recording is running already.
         """
         request = engine_pb2.RecordStepsRequest(profile=profile, folder=str(folder), name=name)
         answer = await self._engine.RecordSteps(request, timeout=CONTROL_SECONDS + MARGIN_SECONDS)
         return list(answer.paths)
 
     async def sleep(self, timeout: float) -> weights_pb2.MemoryChange:
-        """Wait up to `timeout` seconds for running samples, then free memory."""
+        """Wait up to `timeout` seconds for running samples, then free the engine's weights and key-value cache."""
         served, self.weights = self.weights, None
         try:
             request = rollout_pb2.SleepRequest(timeout_seconds=timeout)
@@ -276,7 +277,7 @@ class ChildEngine(RolloutEngine):
         return answer.memory
 
     async def wake(self, parts: Collection[MemoryPart], timeout: float) -> weights_pb2.MemoryChange:
-        """Allocate freed parts of memory again."""
+        """Allocate freed memory parts of the engine again."""
         request = rollout_pb2.WakeRequest(parts=[_number(MEMORY_PARTS, part) for part in sorted(parts)])
         answer = await self._rollout.Wake(request, timeout=timeout)
         self.asleep -= frozenset(parts)
@@ -307,12 +308,12 @@ class ChildEngine(RolloutEngine):
         await asyncio.shield(self._child.exited)
 
     def _send(self, **fields: Any) -> None:
-        """Send fields of an ExchangeRequest, merged with those of other unsent requests."""
+        """Queue fields of an ExchangeRequest; they are merged with other unsent fields and sent together."""
         self._unsent.MergeFrom(engine_pb2.ExchangeRequest(**fields))
         self._to_send.set()
 
     async def _next_request(self) -> engine_pb2.ExchangeRequest | None:
-        """Wait for the next request to send, and return it; None if the child has ended."""
+        """Wait until fields are queued, and return them as one request; None if the child process has ended."""
         if not self.alive:
             return None
         await self._to_send.wait()  # for as long as there is nothing to send
@@ -321,7 +322,7 @@ class ChildEngine(RolloutEngine):
         return request
 
     async def _exchange(self) -> None:
-        """Send requests and deliver outputs until the process ends. Kill the process on an error."""
+        """Send requests to the child process and deliver its outputs until it ends. Kill it on an error."""
         try:
             async for answer in self._engine.Exchange(Requests(self._next_request), timeout=None):
                 for output in answer.outputs:
@@ -391,14 +392,14 @@ class ChildEngine(RolloutEngine):
 
 
 def _number(words: Mapping[int, str], word: str) -> Any:
-    """Return the enum number of `word`: the highest, because 0 may have the same word."""
+    """Return the highest enum number whose word is `word`; the default 0 may have the same word."""
     return max(number for number, each in words.items() if each == word)
 
 
 def loaded_mebibytes(parent: psutil.Process) -> int:
-    """Return the bytes read plus resident memory of all descendants of `parent`, in MiB, as a measure of progress.
+    """Return how much the descendants of `parent` have loaded: bytes read plus resident memory, in MiB.
 
-    Memory counts because mapped files are loaded without read calls.
+    Resident memory counts because mapped files are loaded without read calls.
     """
     total = 0
     for process in parent.children(recursive=True):

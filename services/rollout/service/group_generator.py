@@ -37,14 +37,14 @@ class Occupancy:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.requests = 0
-        """Number of running requests."""
+        """Number of requests that the engine is running."""
         self._paused_until: float | None = None
         self._busy = self._paused = 0.0
         self._since = clock()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count a request as running inside the block."""
+        """Count one more running request while the block runs."""
         self._count()
         self.requests += 1
         try:
@@ -54,18 +54,18 @@ class Occupancy:
             self.requests -= 1
 
     def pause(self, lease_seconds: float) -> None:
-        """Start a pause. It ends with `resume` or after `lease_seconds`."""
+        """Count time as paused from now until `resume` is called, or for at most `lease_seconds`."""
         self._count()
         self._paused_until = self._clock() + lease_seconds
 
     def resume(self) -> None:
-        """End the pause, if any."""
+        """Stop counting time as paused."""
         self._count()
         self._paused_until = None
 
     @property
     def is_paused(self) -> bool:
-        """True during a pause whose lease hasn't expired."""
+        """True if the engine is paused and the pause's lease hasn't expired."""
         self._count()
         return self._paused_until is not None
 
@@ -75,7 +75,7 @@ class Occupancy:
         return dict(zip(GAUGES, (self._busy, self._paused, state), strict=True))
 
     def _count(self) -> None:
-        """Add the time since the last call to the busy or paused seconds."""
+        """Add the time since the last call of this method to the busy or paused seconds."""
         now = self._clock()
         if self._paused_until is not None:
             end = min(now, self._paused_until)
@@ -89,28 +89,28 @@ class Occupancy:
 
 
 CUT_SECONDS = 2.0
-"""Maximum seconds to wait for an engine to end aborted requests; then only the tokens reported so far are saved."""
+"""Maximum time for an engine to end aborted requests, in seconds. Later tokens are not saved on the board."""
 KEEP_SECONDS = 15.0
-"""Maximum seconds to save groups on the board; one attempt may take Board.retry_seconds."""
+"""Maximum time for saving unfinished answers on the board, in seconds. One attempt may take Board.retry_seconds."""
 PAUSE_POLL_SECONDS = 0.02
-"""Seconds between two checks for the end of a pause."""
+"""Interval between checks whether the engine's pause has ended, in seconds."""
 REPORTS_PER_SAVE = 8
-"""Number of times that an engine reports a sample's new tokens between two saves (rollout.partial.save_tokens)."""
+"""Number of reports of a sample's new tokens before a save, which is due after rollout.partial.save_tokens tokens."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A group's prompt, and its source's sampling parameters."""
+    """Prompt of a group to generate, with the sampling parameters of the prompt's source."""
 
     prompt: tuple[int, ...]
     media: PromptMedia
-    """Media of the prompt."""
+    """Images, videos and sounds of the prompt."""
     sampling: Mapping[str, Any] | None
-    """Sampling parameters that the group's source overrides; None without any."""
+    """Sampling parameters that the prompt's source sets instead of the run's; None if it sets none."""
 
 
 class GroupGenerator:
-    """Generates the groups of one run with the service's current engine."""
+    """Generates the samples of a run's groups with the service's current engine."""
 
     def __init__(
         self,
@@ -121,9 +121,9 @@ class GroupGenerator:
         occupancy: Occupancy,
         hold: Callable[[str], Delivery | None],
     ) -> None:
-        """`on_progress` is called in the event loop whenever a sample has ended, because another group may fit then.
+        """`on_progress`: called in the event loop when a sample has ended, because another group may fit then.
 
-        `hold` returns the worker's newest hold of a group.
+        `hold`: function that returns the newest delivery of a group that the stage worker holds, or None.
         """
         self._config = config
         self._partial = config.rollout.partial
@@ -131,7 +131,7 @@ class GroupGenerator:
         self._writes = board.writes("rollout")
         candidates = create(config.algorithm).needs.candidates
         self._likeliest = candidates.top_k if candidates is not None and STUDENT_CANDIDATES in self._writes else 0
-        """Number of likeliest tokens per position that the stage writes; 0 for none."""
+        """Number of likeliest tokens that the engine returns per position, for the column of candidates; 0 for none."""
         self._engine = engine
         self._on_progress = on_progress
         self._occupancy = occupancy
@@ -156,7 +156,7 @@ class GroupGenerator:
         return max(held + free // per_group, 1)
 
     def process(self, delivery: Delivery, columns: dict[str, Column]) -> "Future[Result]":
-        """Start to generate a group, and return its future result. Called in the stage worker's threads."""
+        """Start to generate a group's samples, and return the future result. Called in the stage worker's threads."""
         prompt = columns["prompt_tokens"]
         assert isinstance(prompt, np.ndarray)
         tokens = tuple(map(int, prompt))
@@ -169,14 +169,14 @@ class GroupGenerator:
         return future
 
     def cancel(self) -> None:
-        """Cancel the running groups, after they were handed back."""
+        """Stop generating all groups. Call this after the groups were handed back."""
         for future in list(self._running):
             future.cancel()
 
     async def cut_off(self) -> None:
-        """End the running groups, save their answers on the board, and take no more groups.
+        """Stop generating all groups, save their answers on the board, and accept no more groups.
 
-        The worker hands the groups back. Does nothing without rollout.partial.enabled.
+        The stage worker hands the groups back. Does nothing without rollout.partial.enabled.
         """
         if not self._partial.enabled:
             return
@@ -196,7 +196,7 @@ class GroupGenerator:
                 await asyncio.wait(late, timeout=KEEP_SECONDS)
 
     async def _generate(self, delivery: Delivery, asked: Asked) -> Result:
-        """Generate a group. Raises CancelledError if it is cut off."""
+        """Generate a group's samples, and return their columns. Raises CancelledError to hand the group back."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -241,7 +241,7 @@ class GroupGenerator:
         return kept.answers.columns(self._writes)
 
     async def _pause_over(self) -> None:
-        """Wait for the end of a pause, if any: the weights that will continue answers are unknown until then."""
+        """Wait until the engine is not paused, because only then the weights that continue answers are known."""
         if not self._occupancy.is_paused:
             return
         with waiting("the engine's pause to end, because the weights after it continue unfinished answers"):
@@ -251,7 +251,7 @@ class GroupGenerator:
     async def _generate_samples(
         self, engine: RolloutEngine, group_id: str, asked: Asked, sampling: Sampling, answers: Answers
     ) -> None:
-        """Add the engine's outputs to the answers, until all have ended or were cut off."""
+        """Add the engine's outputs to the answers, until the engine's request has ended."""
         partial = self._partial
         request_id = f"group-{next(self._numbers)}"
         self._unfinished[group_id] = answers.unfinished

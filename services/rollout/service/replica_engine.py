@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Engine = TypeVar("Engine", bound=RolloutEngine)
 StartEngine = Callable[[Mapping[str, str], GpuLease | None], Awaitable[Engine]]
-"""Function that starts an engine, given its process's environment variables and the lease on its GPUs, if any."""
+"""Type of functions that start an engine, given the environment of its process and its GPU lease, if any."""
 
 
 class ReplicaEngine(Generic[Engine]):
@@ -33,16 +33,16 @@ class ReplicaEngine(Generic[Engine]):
         self._process = psutil.Process()
         self._environment: Mapping[str, str] = {}
         self.gpus: tuple[Gpu, ...] = ()
-        """Leased GPUs of the engine."""
+        """GPUs leased for the engine."""
         self.engine: Engine | None = None
-        """The engine, once its model is loaded."""
+        """Running engine; None until its model is loaded, and after it has stopped."""
         self.loading = False
         self.detail = ""
-        """Reason why the engine isn't loaded yet."""
+        """Reason why no engine is loaded yet, for the replica's status; empty if one is loaded."""
 
     @property
     def loaded_mebibytes(self) -> int:
-        """Progress of loading the model, in MiB; 0 before and after."""
+        """Amount of data that the engine has loaded while it is loading its model, in MiB; otherwise 0."""
         return loaded_mebibytes(self._process) if self.loading else 0
 
     @property
@@ -72,7 +72,7 @@ class ReplicaEngine(Generic[Engine]):
         return self.engine
 
     async def stop(self) -> None:
-        """Stop the engine, if any."""
+        """Stop the running engine, if any."""
         engine, self.engine, self.detail = self.engine, None, ""
         if engine is not None:
             await engine.stop()
@@ -89,7 +89,7 @@ class FrozenEngine(ReplicaEngine[ChildEngine]):
     """
 
     def __init__(self, context: ReplicaContext, role: str, names: Mapping[str, str]) -> None:
-        """`names`: names of engine settings, and the role's names that replace them in errors."""
+        """`names`: maps names of engine settings to the role's names, which replace them in error messages."""
         super().__init__(context, role)
         self._names = names
 

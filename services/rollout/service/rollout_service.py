@@ -31,9 +31,9 @@ from services.rollout.service.group_generator import GroupGenerator, Occupancy
 from services.rollout.service.replica_engine import ReplicaEngine
 
 DRAIN_POLL_SECONDS = 0.05
-"""Seconds between two checks for agents' running requests during a drain."""
+"""Interval between checks for agents' running requests during a drain, in seconds."""
 QUEUE_FACTOR = 2
-"""Maximum samples of callers' requests that run or wait, as a multiple of rollout.max_running_samples. Waiting samples
+"""Maximum number of callers' samples that run or wait, as a multiple of rollout.max_running_samples. Waiting samples
 keep the engine busy."""
 RESTART_BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 
@@ -41,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutService(ReplicaService):
-    """Owns the engine. Takes groups while the engine serves a committed version and the run is not paused.
+    """Rollout replica: generates groups and answers Generate calls with one engine.
 
-    In runs with an environment it takes no groups: agents send requests to the engine.
+    Takes groups while the engine serves a committed version and the run is not paused. In runs with an environment it
+    takes no groups: agents send requests to the engine.
     """
 
     role = ROLLOUT
@@ -59,7 +60,7 @@ class RolloutService(ReplicaService):
         self._engine: ReplicaEngine[RolloutEngine] = ReplicaEngine(context, ROLLOUT)
         self._restarting: asyncio.Task[None] | None = None
         self.occupancy = Occupancy()
-        """Counts the seconds that the engine was busy or paused."""
+        """Counter of the seconds that the engine was busy or paused."""
         self._run_id = ""
         self._run_folder = Path()
         self._run_paused = False
@@ -78,11 +79,11 @@ class RolloutService(ReplicaService):
 
     @property
     def max_queued_samples(self) -> int:
-        """Maximum number of samples of callers' requests that run or wait."""
+        """Maximum number of samples that run or wait in the Generate calls of all callers; 0 outside of a run."""
         return QUEUE_FACTOR * self._config.rollout.max_running_samples if self._config is not None else 0
 
     async def record(self, engine: ChildEngine, profile: rollout_pb2.ProfileRequest) -> list[str]:
-        """Record the engine's next steps in the run's folder. Returns the files. Raises FailedPrecondition."""
+        """Record the engine's next model steps into the run's folder. Returns the files. Raises FailedPrecondition."""
         folder = self._run_folder / PROFILES
         try:
             await asyncio.to_thread(folder.mkdir, exist_ok=True)
@@ -213,7 +214,7 @@ class RolloutService(ReplicaService):
         )
 
     def update_intake(self) -> None:
-        """Start or stop taking groups, depending on whether the engine has usable weights."""
+        """Take groups if the engine serves usable weights and the run is not paused; otherwise stop taking groups."""
         worker, engine = self._worker, self.engine
         if worker is None:
             return
@@ -261,7 +262,7 @@ class RolloutService(ReplicaService):
         self._restarting = asyncio.create_task(self._restart(self._config), name="restart the engine")
 
     async def _restart(self, config: RunConfig) -> None:
-        """Start an engine; retry until its model is loaded. The coordinator notices that it has no weights."""
+        """Start a new engine; retry until its model is loaded. The coordinator then notices that it needs weights."""
         for failures in itertools.count(1):
             try:
                 await self._start_engine(config)
@@ -273,6 +274,6 @@ class RolloutService(ReplicaService):
             await asyncio.sleep(delay)  # named: the status's detail says why
 
     async def close(self) -> None:
-        """Stop the run and its engine."""
+        """Stop serving the run, and stop its engine."""
         with contextlib.suppress(RpcError):
             await self.stop_run()

@@ -24,22 +24,22 @@ from services.rollout.service.child_engine import ChildEngine
 from services.rollout.service.rollout_service import RolloutService
 
 FULL_SECONDS = 0.5
-"""Seconds after which a caller should retry if the engine was full."""
+"""Delay after which a caller of a full engine should retry, in seconds."""
 MAX_PROFILED = 10_000
-"""Maximum number of steps in one call of Profile."""
+"""Maximum number of model steps that one call of Profile records."""
 REPLY_SECONDS = 0.3
-"""Seconds before the caller's deadline at which a pause gives up, so that the caller still gets the reason."""
+"""Time before a caller's deadline at which PauseGeneration gives up, in seconds, so that the caller gets the reason."""
 
 TEMPERATURES = (1e-3, 1e3)
-"""Minimum and maximum temperature, except 0. A lower one may give infinite logits, which fail the whole batch."""
+"""Minimum and maximum of temperatures other than 0. Lower ones may make logits infinite and fail the whole batch."""
 MAX_SAMPLES = 4096
-"""Maximum samples of one request."""
+"""Maximum number of samples of one Generate request."""
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
-    """Answers relaxd.v1.Rollout: checks requests and passes them on to the engine.
+    """gRPC servicer of relaxd.v1.Rollout: checks requests and passes them on to the engine.
 
-    It refuses calls of earlier weight synchronisations.
+    Calls of earlier weight synchronisations are refused.
     """
 
     def __init__(self, service: RolloutService, sync_ids: SyncIds) -> None:
@@ -47,9 +47,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._sync_ids = sync_ids
         self._numbers = itertools.count()
         self._running: dict[str, tuple[RolloutEngine, str]] = {}
-        """Running requests, by the caller's request id: the engine, and the request's id in the engine."""
+        """Engine and engine's request id of each running Generate request, by the caller's request id."""
         self._samples = 0
-        """Number of samples of running and waiting requests."""
+        """Number of samples in running and waiting Generate requests."""
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
@@ -328,7 +328,7 @@ def _final_response(output: Output, begun: int) -> rollout_pb2.GenerateResponse:
 
 
 def _list(values: Any) -> list[Any]:
-    """Return an array as a list, which protobuf reads faster."""
+    """Return the elements of an array or sequence as a list, which protobuf reads faster than an array."""
     return list(values.tolist() if isinstance(values, np.ndarray) else values)
 
 
@@ -340,7 +340,7 @@ def _mark_span(request: rollout_pb2.GenerateRequest) -> None:
 
 
 def _pause_timeout(request: rollout_pb2.PauseGenerationRequest, timeout: float) -> float:
-    """Return the seconds within which generation must stop: at most the lease, because it may not expire earlier."""
+    """Return the seconds within which generation must pause: at most the lease, which must not expire first."""
     return max(min(request.lease_seconds, timeout), 0.1)
 
 

@@ -1,4 +1,4 @@
-"""Pauses, resumes and updates of SGLang's scheduler processes, driven by an engine's gate."""
+"""Pauses, resumptions and weight updates of SGLang's scheduler processes, as an engine's gate requires."""
 
 import threading
 import time
@@ -33,7 +33,8 @@ from services.rollout.engines.sglang.schedulers import (
 
 
 class SchedulerUpdate:
-    """Installs new weights in all scheduler processes in one pause. Call its methods with the gate's lock held."""
+    """One update of the weights in all scheduler processes, during one pause. Call its methods with the gate's lock
+    held."""
 
     def __init__(
         self,
@@ -45,10 +46,11 @@ class SchedulerUpdate:
         *,
         after_failure: bool,
     ) -> None:
-        """`number`: the update's number; `ranks`: number of scheduler processes; `key`: the weights' prefix-cache key.
+        """`number`: the update's number; `ranks`: number of scheduler processes; `key`: key of the weights in prefix
+        caches.
 
-        `pause_deadline`: latest start of the pause, by time.monotonic(); `after_failure`: True if an update has failed
-        since the last successful one.
+        `pause_deadline`: monotonic time by which the pause must have begun; `after_failure`: True if an update has
+        failed since the last successful one.
         """
         self._number = number
         self._ranks = ranks
@@ -60,14 +62,15 @@ class SchedulerUpdate:
         self._end = 0.0
         self._results: dict[int, Updated | RpcError] = {}
         self.asked = False
-        """True once the update was sent to the scheduler processes."""
+        """True once the request to update was sent to the scheduler processes."""
         self.change = 0
-        """Number of the pause that the update's message began; 0 if the schedulers were already paused."""
+        """Number of the pause that the update's request began; 0 if the schedulers were already paused."""
         self.group_name = receive.group_name
-        """Name of the group that sends the weights."""
+        """Name of the weight group through which the weights come."""
 
     def ask(self, mode: PauseMode, change: int) -> PauseForUpdate:
-        """Return the message for the scheduler processes, to be sent once, and set `change`."""
+        """Return the message that asks the scheduler processes to update, to be sent once, and set `change`: number of
+        the pause that the message begins, 0 for none."""
         self.asked, self.change = True, change
         paused = self._pause_deadline if change else time.monotonic()
         self._end = paused + self._receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
@@ -84,7 +87,7 @@ class SchedulerUpdate:
         )
 
     def take(self, news: UpdateEnded | GroupLeft) -> None:
-        """Process a scheduler process's report, which may be about another update."""
+        """Record a scheduler process's report if it concerns this update."""
         if isinstance(news, UpdateEnded):
             if news.number == self._number:
                 self._results[news.rank] = news.result
@@ -94,25 +97,25 @@ class SchedulerUpdate:
 
     @property
     def ended(self) -> bool:
-        """True if every scheduler process has installed the weights or failed."""
+        """True if every scheduler process has reported that it installed the weights or failed."""
         return len(self._results) == self._ranks
 
     @property
     def pause_seconds(self) -> float:
-        """Remaining seconds for pausing."""
+        """Remaining seconds until the update's pause must have begun."""
         return max(self._pause_deadline - time.monotonic(), 0.0)
 
     @property
     def seconds(self) -> float:
-        """Remaining seconds of the update, once it was sent."""
+        """Remaining seconds of the update; meaningful once the request was sent."""
         return max(self._end - time.monotonic(), 0.0)
 
     def not_paused(self) -> EngineError:
-        """Return the error of an update whose pause did not begin in time."""
+        """Return the error for an update whose pause did not begin in time."""
         return EngineError(f"the engine did not pause within {self._pause_seconds:.3g} s")
 
     def results(self) -> list[Updated | RpcError]:
-        """Return each rank's result; Late for a rank without one."""
+        """Return the result of each scheduler process, by rank; Late for one that has not reported."""
         return [
             self._results.get(rank, Late(f"scheduler {rank} did not receive the weights in time"))
             for rank in range(self._ranks)
@@ -120,7 +123,7 @@ class SchedulerUpdate:
 
 
 LEFT = "the weight group was left before the engine paused"
-"""Error of an update whose weight group was left before the update began."""
+"""Error message of an update whose weight group was left before the update began."""
 
 
 class SchedulerControl:
@@ -139,9 +142,10 @@ class SchedulerControl:
         drained: Callable[[], bool],
         end_all: Callable[[], None],
     ) -> None:
-        """`admit` sends waiting requests; `drained` returns True if no request is running. Both are called in the lock.
+        """`admit` sends waiting requests to the schedulers; `drained` returns True if no request is running. Both are
+        called with the lock held.
 
-        `end_all` ends all requests during a pause.
+        `end_all` ends all requests; it is called during a pause.
         """
         self._gate = gate
         self._channel = channel
@@ -152,30 +156,32 @@ class SchedulerControl:
         self._state: PauseMode | None = None
         """Mode in which the schedulers are paused: in_place or retract; None while they run."""
         self._changes = 0
-        """Number of pauses and resumptions sent to the schedulers."""
+        """Number of pauses and resumptions that were sent to the schedulers; each has a number from this count."""
         self._made = [0] * schedulers.count
-        """Number of the last change that each scheduler has made, by rank."""
+        """Number of the last pause or resumption that each scheduler has completed, by rank."""
         self._changing = False
-        """True while the schedulers pause or resume."""
+        """True while a pause or resumption of the schedulers is in progress."""
         self._pausing: PauseMode | None = None
-        """Mode of the pause that an update's message has begun, until `supervise` has waited for it; else None."""
+        """Mode of the pause that an update's request has begun and that `supervise` must still wait for; None without
+        one."""
         self._update: SchedulerUpdate | None = None
-        """The update under way."""
+        """The weight update in progress; None if there is none."""
         self._commits = 0
         self._told = threading.Condition(gate.lock)
-        """Notified at each report of a scheduler."""
+        """Condition on the gate's lock, notified at each report of a scheduler."""
 
     @property
     def running(self) -> bool:
-        """True if the schedulers run. The caller holds the lock."""
+        """True if the schedulers aren't paused. The caller must hold the lock."""
         return self._state is None
 
     def prefix_key(self, weights: Version) -> str:
-        """Return the key of these weights in the schedulers' prefix caches."""
+        """Return the key that these weights have in the schedulers' prefix caches."""
         return f"{weights.term}:{weights.version}:{self._commits}"  # two commits of one version have two keys
 
     def supervise(self) -> None:
-        """Pause and resume the schedulers as the gate requires, for ever. Raises EngineError if one is too late."""
+        """Pause and resume the schedulers as the gate requires, for ever. Raises EngineError if a scheduler takes too
+        long."""
         gate = self._gate
         while True:
             with gate.changed:
@@ -200,7 +206,7 @@ class SchedulerControl:
                 self._end_all()
 
     def read_news(self) -> None:
-        """Process the schedulers' reports for ever."""
+        """Receive and record the schedulers' reports, for ever."""
         while True:
             news = self._schedulers.receive_news()
             with self._gate.changed:
@@ -225,10 +231,10 @@ class SchedulerControl:
     def update(
         self, weights: Version, receive: rollout_pb2.ReceiveWeightsRequest, pause: UpdatePause | None
     ) -> Iterator[None]:
-        """Make every scheduler process install `weights` during the block.
+        """Inside the context, make every scheduler process install `weights`.
 
-        Without `pause` the engine must be paused or quarantined already, and `wait_update` sends the request. With
-        `pause`, in mode in_place or retract, the engine is paused for the update; running schedulers get a single
+        Without `pause` the engine must be paused or quarantined already, and `wait_update` sends the request to update.
+        With `pause`, in mode in_place or retract, the engine is paused for the update; running schedulers get a single
         message, which pauses them and contains the request.
         """
         gate = self._gate
@@ -252,7 +258,8 @@ class SchedulerControl:
             yield
 
     def wait_update(self) -> list[Updated | RpcError]:
-        """Return each scheduler process's result; Late for a process without one in time. Call it inside `update`.
+        """Wait for the update, and return each scheduler process's result; Late for a process that has none in time.
+        Call it inside `update`.
 
         Raises EngineError if the schedulers don't pause in time, or if the group was left before the request was sent.
         In the first case they may have received the request: make them leave the group.
@@ -277,7 +284,8 @@ class SchedulerControl:
         return self.last_results(update.seconds)
 
     def last_results(self, timeout: float) -> list[Updated | RpcError]:
-        """Return each scheduler process's result, Late after `timeout` seconds; [] if the request was not sent.
+        """Wait up to `timeout` seconds, and return each scheduler process's result; Late for a process without one. []
+        if the update's request was not sent.
 
         Call it inside `update`.
         """
@@ -289,7 +297,7 @@ class SchedulerControl:
             return update.results()
 
     def end_update(self, group_name: str, timeout: float) -> None:
-        """Wait up to `timeout` seconds for the end of an update in a weight group that was left.
+        """After a weight group was left, wait up to `timeout` seconds for the end of an update that used the group.
 
         Cancels the update if its request was not sent yet.
         """
@@ -316,7 +324,8 @@ class SchedulerControl:
         return self._state or "in_place"
 
     def _set_state(self, state: PauseMode | None) -> None:
-        """Pause or resume the schedulers. Wait until all have done so and their devices have finished earlier work."""
+        """Pause the schedulers in mode `state`, or resume them if this is None. Wait until all have done so and their
+        devices have finished earlier work."""
         message: Any
         with self._gate.changed:
             rid = str(self._next_change())
@@ -328,7 +337,8 @@ class SchedulerControl:
         self._finish_change(state)
 
     def _finish_change(self, state: PauseMode | None) -> None:
-        """Wait until the schedulers have made the last change."""
+        """Wait until all schedulers have completed the last pause or resumption. Raises EngineError after
+        STEP_SECONDS."""
         with self._gate.changed:
             if not self._told.wait_for(lambda: min(self._made) >= self._changes, STEP_SECONDS):
                 late = [rank for rank, made in enumerate(self._made) if made < self._changes]

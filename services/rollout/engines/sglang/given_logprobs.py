@@ -1,7 +1,7 @@
-"""Log-probs of given tokens: requests that SGLang only prefills, and its answers.
+"""Log-prob requests for given tokens, which SGLang prefills without generating.
 
-SGLang prefills the prompt of a group's answers once. It reads only tokens before the first requested log-prob from its
-prefix cache, so every answer has all its log-probs.
+SGLang prefills the prompt of a group's answers once. From its prefix cache it takes only tokens before the first
+requested log-prob, so no log-prob is missing.
 """
 
 import itertools
@@ -23,10 +23,10 @@ Answer = engine_pb2.ComputeLogprobsResponse
 
 
 class LogprobRequests:
-    """Sends requests to the scheduler, and completes them with its outputs."""
+    """Sends log-prob requests to SGLang's scheduler, and completes their futures with the scheduler's outputs."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
-        """`send` sends one of SGLang's messages to the scheduler."""
+        """`send`: function that sends an SGLang message to the scheduler."""
         self._send = send
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -34,9 +34,10 @@ class LogprobRequests:
         """Future answer and number of likeliest tokens per position, by SGLang's request id."""
 
     def submit(self, request: engine_pb2.ComputeLogprobsRequest) -> "Future[Answer]":
-        """Send a request. The returned future fails with RequestFailed; cancelling it ends the scheduler's work.
+        """Send a log-prob request to the scheduler, and return the future answer.
 
-        Raises EngineError if `start` is outside the sequence.
+        The future fails with RequestFailed; cancelling it ends the scheduler's work. Raises EngineError if `start` is
+        outside the sequence.
         """
         tokens = np.frombuffer(request.tokens, dtype=np.int32)
         if not 1 <= request.start < len(tokens):
@@ -67,7 +68,7 @@ class LogprobRequests:
         return answer
 
     def take_outputs(self, message: BatchTokenIDOutput) -> None:
-        """Complete the requests in a scheduler's message. Other requests' rows are ignored."""
+        """Complete the log-prob requests in an output message of the scheduler. Rows of other requests are ignored."""
         for row, rid in enumerate(message.rids):
             answer, top_k = self._find(rid)
             if answer is None:
@@ -85,7 +86,7 @@ class LogprobRequests:
                     answer.set_result(found)
 
     def take_abort(self, message: AbortReq) -> None:
-        """Fail a request that the scheduler ended before it started."""
+        """Fail a log-prob request that the scheduler aborted before the request started."""
         answer, _ = self._find(message.rid)
         if answer is not None:
             reason = message.finished_reason or {}
@@ -108,7 +109,7 @@ def _fail(answer: "Future[Answer]", reason: str) -> None:
 
 
 def _answer(message: BatchTokenIDOutput, row: int, top_k: int) -> Answer:
-    """Return the answer in one row of a message. Raises TypeError or ValueError if the row can't be read."""
+    """Return the log-probs in one row of an output message. Raises TypeError or ValueError for an invalid row."""
     found = Answer(logprobs=_after_first(message.input_token_logprobs_val[row], np.float32))
     if top_k:
         found.likeliest = _after_first(message.input_top_logprobs_idx[row], np.int32)
@@ -124,7 +125,7 @@ def _after_first(values: Sequence[Any], dtype: type) -> bytes:
 TEMPERATURE_VARIABLE = "RELAXD_SGLANG_LOGPROB_TEMPERATURE"
 """Environment variable with the temperature for log-probs of given tokens; unset for a model that generates."""
 ENVIRONMENT = {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "true"}
-"""Environment variables that make SGLang compute given tokens' logits in chunks; a whole step needs gigabytes."""
+"""Environment variables that make SGLang compute logits of given tokens in chunks, which saves gigabytes."""
 
 
 def set_temperature(model: Any, temperature: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from relaxd.rpc.errors import InvalidArgument
 
 memory_of_all = torch.cuda.mem_get_info
-"""torch's original function: free and total bytes of a GPU, counting all processes. `show_share` keeps it."""
+"""torch's own mem_get_info, before `show_share` replaces it: free and total bytes of a GPU, counting all processes."""
 
 
 def show_share(share: float) -> None:
@@ -24,7 +24,7 @@ def show_share(share: float) -> None:
         return
 
     def of_share(device: "torch.device | str | int | None" = None) -> tuple[int, int]:
-        """Return the bytes that this process may still allocate, and its total share."""
+        """Return how much GPU memory this process may still allocate, and how large its share is, both in bytes."""
         room = int(memory_of_all(device)[1] * share)
         return max(0, room - torch.cuda.memory_reserved(device)), room
 

@@ -29,32 +29,32 @@ class Copy:
     target: torch.Tensor
     """View of the parameter's memory."""
     stride: tuple[int, ...]
-    """Strides of the source within the contiguous tensor; its shape is the target's."""
+    """Strides of the source in the contiguous checkpoint tensor, in elements. Its shape is the shape of the target."""
     offset: int
-    """Offset of the source in the tensor, in elements."""
+    """Offset of the source in the checkpoint tensor, in elements."""
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this part of the received tensor."""
+        """Return the source part of a received checkpoint tensor, as a view."""
         return tensor.as_strided(self.target.shape, self.stride, tensor.storage_offset() + self.offset)
 
     @property
     def places(self) -> tuple[Any, ...]:
-        """Identity of target and source; equal copies have equal places."""
+        """Identity of the copy's target and source memory, for comparing copies."""
         return _place(self.target), self.stride, self.offset
 
 
 @dataclass
 class Destination:
-    """The place of one checkpoint tensor in the model."""
+    """Where a checkpoint tensor goes in the model, and how."""
 
     spec: TensorSpec
     copies: list[Copy] = field(default_factory=list)
-    """Copies to make; empty if the tensor belongs to other ranks."""
+    """Copies from the checkpoint tensor to parameters; empty if only other ranks need the tensor."""
     by_loader: bool = False
-    """True if the model's loader must be called, because it does more than copy."""
+    """True if the model's `load_weights` must load this tensor, because it does more than copy."""
 
     def whole(self) -> torch.Tensor | None:
-        """Return the model's memory into which the whole tensor can be received; None if it needs other copies."""
+        """Return the parameter memory that can receive the tensor directly; None if the tensor must be copied."""
         if self.by_loader or len(self.copies) != 1:
             return None
         (copy,) = self.copies
@@ -64,7 +64,7 @@ class Destination:
 
 
 class _NotJustCopies(Exception):
-    """The loader changes the model in other ways than copying."""
+    """Raised when a model's loader does more than copy tensors."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -73,12 +73,12 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[int, Copy]] = []
-        """Each recorded copy, with the storage of its source."""
+        """Recorded copies, each after the storage id of its source."""
         self.filled: list[torch.Tensor] = []
         self.derived: dict[int, set[int]] = {}
-        """For the storage of each tensor computed from tensors without data: the storages of its inputs."""
+        """For each tensor computed from tensors without data, by its storage id: the storage ids of those tensors."""
         self.consumed: set[int] = set()
-        """Storages of tensors whose derived values were copied."""
+        """Storage ids of tensors from which a copied tensor was computed."""
         self._alive: list[torch.Tensor] = []
 
     def __torch_dispatch__(

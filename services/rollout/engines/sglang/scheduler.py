@@ -68,12 +68,12 @@ class NewsSender:
     """Sends reports to the engine's process, in order, from any thread."""
 
     def __init__(self, address: str) -> None:
-        """`address`: where the engine's process receives reports (`schedulers.news_address`)."""
+        """`address`: ZeroMQ address at which the engine's process receives reports (`schedulers.news_address`)."""
         self._socket: Any = get_zmq_socket(zmq.Context(1), zmq.PUSH, address, False)
         self._lock = threading.Lock()
 
     def tell(self, news: News) -> None:
-        """Send a report."""
+        """Send a report to the engine's process."""
         with self._lock:
             self._socket.send_pyobj(news)
 
@@ -96,7 +96,7 @@ class WeightUpdates:
         """Lock of `_receiving`; notified at the end of an update."""
 
     def begin(self, message: PauseForUpdate) -> None:
-        """Begin an update. The loop calls this in the pause, which lasts until the update ends."""
+        """Begin to receive new weights. The loop calls this in the pause, which lasts until the end of the update."""
         if time.monotonic() > message.deadline:
             self._weights.leave(message.group_name)  # ends the update for ranks that have begun to receive
             self._news.tell(UpdateEnded(message.number, self._rank, EngineError("the scheduler paused too late")))
@@ -112,7 +112,7 @@ class WeightUpdates:
 
     @property
     def receiving(self) -> bool:
-        """True if an update is under way."""
+        """True while new weights are being received."""
         return bool(self._receiving)
 
     def leave(self, name: str) -> bool:
@@ -218,20 +218,20 @@ class ControlledScheduler(Scheduler):
             raise
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        """Process messages and jobs. The loop calls this before each step."""
+        """Process SGLang's messages and, in a pause, a queued job. The loop calls this before each step."""
         super().process_input_requests(recv_reqs)
         if self._engine_paused:
             with suppress(queue.Empty):
                 self.jobs.get(timeout=PAUSED_SECONDS)()
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        """Count tokens. The loop calls this after each step."""
+        """Count generated and prefilled tokens, then process the step's result. The loop calls this after each step."""
         self.generated_tokens += sum(produces_token(req) for req in batch.reqs)
         self.prefilled_tokens += sum(batch.extend_lens or ()) if batch.forward_mode.is_extend() else 0
         super().process_batch_result(batch, result)
 
     def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
-        """Pause, and begin the update that comes with the pause, if any. Called by the loop."""
+        """Pause generation, and begin to receive weights if the message asks for it. Called by the loop."""
         super().pause_generation(recv_req)
         if isinstance(recv_req, PauseForUpdate):
             self.updates.begin(recv_req)
@@ -240,7 +240,7 @@ class ControlledScheduler(Scheduler):
         self._tell_change(recv_req)
 
     def continue_generation(self, recv_req: ContinueGenerationReqInput) -> None:
-        """Resume. Called by the loop."""
+        """Resume generation. Called by the loop."""
         super().continue_generation(recv_req)
         self._tell_change(recv_req)
 
@@ -276,7 +276,7 @@ class ControlledScheduler(Scheduler):
         return held
 
     def end_all(self) -> int:
-        """End every request with its tokens so far, in a pause of mode "retract". Returns the number of requests."""
+        """End every request in a pause of mode "retract"; samples keep their tokens. Returns the number of requests."""
         ended = list(self.waiting_queue)
         self.waiting_queue.clear()
         for req in ended:
@@ -299,7 +299,7 @@ class ControlledScheduler(Scheduler):
 
 
 def produces_token(req: Req) -> bool:
-    """Return True if a step produces a token for this request: it has not ended, and its prefill completes."""
+    """Return True if a step produces a token for this request: it has not ended, and its prefill is complete."""
     return not req.finished() and req.inflight_middle_chunks <= 0 and req.sampling_params.max_new_tokens > 0
 
 
@@ -318,13 +318,13 @@ class RequestTokenizer:
 
 
 class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.RolloutServicer):
-    """Answers calls of the engine's process."""
+    """Serves the scheduler's gRPC calls from the engine's process."""
 
     def __init__(self, scheduler: ControlledScheduler) -> None:
         self._scheduler = scheduler
 
     def serve(self) -> None:
-        """Serve in a thread for the life of the process. Returns once calls are accepted."""
+        """Start the gRPC server on the scheduler's Unix socket. Returns once it accepts calls."""
         path = socket_path(os.environ[FOLDER_VARIABLE], self._scheduler.ps.tp_rank)
         add_all = engine_pb2_grpc.add_SchedulerServicer_to_server, rollout_pb2_grpc.add_RolloutServicer_to_server
         services = tuple((add, self) for add in add_all)
@@ -379,6 +379,6 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
     def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
     ) -> rollout_pb2.LeaveWeightGroupResponse:
-        """Leave a weight group; the answer says whether a failed broadcast touched the model."""
+        """Leave a weight group; the response tells whether a failed broadcast may have changed the model."""
         unusable = self._scheduler.updates.leave(request.group_name)
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=unusable)

@@ -34,7 +34,7 @@ class MessageChannel:
         self._incoming = get_zmq_socket(context, zmq.PULL, ports.tokenizer_ipc_name, True)
         self._sending = threading.Lock()
         self.max_req_input_len = 0
-        """Maximum length of a prompt; set by SGLang."""
+        """Maximum prompt length, in tokens; set by SGLang."""
 
     def send(self, message: Any) -> None:
         """Send one of SGLang's messages, in order. Any thread may call this."""
@@ -47,7 +47,7 @@ class MessageChannel:
 
 
 class _Launcher(Engine):
-    """sglang.Engine with relaxd's scheduler, and a MessageChannel instead of its tokenizer manager."""
+    """Launches sglang.Engine with relaxd's scheduler, and with a MessageChannel instead of its tokenizer manager."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)
     init_tokenizer_manager_func = staticmethod(lambda args, ports: (MessageChannel(args, ports), None))

@@ -30,17 +30,17 @@ class PauseForUpdate(PauseGenerationReqInput, kw_only=True):  # type: ignore[cal
     """Message that pauses every scheduler and makes each install new weights in this pause."""
 
     number: int
-    """Number of the update."""
+    """Number of the weight update, which reports repeat."""
     group_name: str
     """Name of the weight group that sends the weights."""
     key: str
-    """The weights' key in the prefix cache."""
+    """Prefix-cache key of the new weights."""
     checksum: bool
-    """True to return checksums."""
+    """True to return checksums of the received tensors."""
     deadline: float
     """Latest start of the pause, by time.monotonic(), which all processes of a host share."""
     timeout: float
-    """Maximum seconds of the reception."""
+    """Maximum time for receiving the weights, in seconds."""
     after_failure: bool
     """True if an update has failed since the last successful one: ranks may have received different versions."""
 
@@ -50,22 +50,22 @@ hook_custom_types(PauseForUpdate)
 
 @dataclass(frozen=True)
 class HeldRequest:
-    """An unfinished request of a scheduler."""
+    """Generation request that is unfinished when new weights are installed."""
 
     tokens: int
-    """Number of tokens that the old weights produced."""
+    """Number of the request's tokens that the old weights produced."""
     continues: bool = False
     """True if the request continues with its keys and values of the old weights."""
 
 
 @dataclass(frozen=True)
 class Updated:
-    """Result of a successful update."""
+    """Result of a successful weight update."""
 
     seconds: float
-    """Duration of the reception."""
+    """Time for receiving the weights, in seconds."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """Checksums by tensor, if requested."""
+    """Checksums by tensor name, if requested."""
     held: dict[str, HeldRequest] = field(default_factory=dict)
     """Unfinished requests, by SGLang's id; only from tensor-parallel rank 0."""
 
@@ -75,13 +75,13 @@ class ChangeMade:
     """Report: a scheduler has paused or resumed."""
 
     number: int
-    """Number of the change: the `rid` of the message that requested it."""
+    """Number of the pause or resume: the `rid` of the message that requested it."""
     rank: int
 
 
 @dataclass(frozen=True)
 class UpdateEnded:
-    """Report: a scheduler has installed new weights, or has failed to."""
+    """Report: a scheduler has installed new weights, or the weight update has failed."""
 
     number: int
     rank: int
@@ -121,24 +121,27 @@ FOLDER_VARIABLE = "RELAXD_SGLANG_FOLDER"
 TOKEN_VARIABLE = "RELAXD_SGLANG_TOKEN"
 """Environment variable with the token that the processes require of callers."""
 STEP_SECONDS = 60.0
-"""Maximum seconds to wait for a pause or resumption, which follows the current model step; later is a failure."""
+"""Maximum time for a scheduler to pause or resume, in seconds; includes the rest of the current model step."""
 END_SECONDS = 1.0
-"""Maximum seconds to wait for an update's end after its group was left."""
+"""Maximum time for a weight update to end after its weight group was left, in seconds."""
 ANSWER_SECONDS = 10.0
-"""Maximum seconds to wait for any other work of the scheduler's loop."""
+"""Maximum time for a scheduler to answer requests other than a pause or resume, in seconds."""
 SCHEDULER_MARGIN_SECONDS = 3.0
-"""Seconds to wait for an answer beyond a deadline that the scheduler processes enforce themselves."""
+"""Extra seconds to wait for an answer when the scheduler processes enforce the deadline themselves."""
 
 
 class Late(Aborted):
-    """A scheduler process has not answered in time, and may still have acted."""
+    """Raised when a scheduler process has not answered a call in time; it may still have done what was asked."""
 
 
 class Schedulers:
-    """The scheduler processes of an engine, by rank."""
+    """Client of an engine's scheduler processes, one per tensor-parallel rank."""
 
     def __init__(self, on_gone: Callable[[int], None], environment: Mapping[str, str] | None = None) -> None:
-        """`on_gone` is called with the rank of a dead scheduler process. `environment`: variables for the processes."""
+        """`on_gone`: called with the rank of a scheduler process that ended.
+
+        `environment`: further environment variables for the scheduler processes.
+        """
         self._on_gone = on_gone
         self._folder = Path(tempfile.mkdtemp(prefix="relaxd-sglang-"))
         token = secrets.token_urlsafe()
@@ -148,7 +151,7 @@ class Schedulers:
             TOKEN_VARIABLE: token,
             **(environment or {}),
         }
-        """Environment of the scheduler processes."""
+        """Environment variables of the scheduler processes."""
         self._news: Any = get_zmq_socket(zmq.Context(1), zmq.PULL, news_address(str(self._folder)), True)
         self._channels: list[grpc.Channel] = []
         self._stubs: list[dict[str, Any]] = []
@@ -223,10 +226,10 @@ def news_address(folder: str) -> str:
 
 
 def socket_path(folder: str, rank: int) -> str:
-    """Return the path of a rank's socket."""
+    """Return the path of the Unix socket on which a rank's scheduler process serves."""
     return os.path.join(folder, f"rank-{rank}")
 
 
 def write_failure(folder: str, rank: int, reason: str) -> None:
-    """Tell the engine's process why this scheduler process fails to start."""
+    """Write a file that tells the engine's process why this scheduler process fails to start."""
     Path(folder, f"failure-{rank}").write_text(reason)

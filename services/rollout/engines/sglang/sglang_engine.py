@@ -1,7 +1,7 @@
 """The SGLang engine: sends requests to its scheduler processes and reports their outputs.
 
-Requests wait here until the gate admits them. So at an update, all requests in the scheduler started with older
-weights.
+Requests wait in the engine until its gate admits them. So at an update, all requests in the scheduler started with
+older weights.
 """
 
 import logging
@@ -43,10 +43,10 @@ from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECO
 from services.rollout.engines.sglang.sglang_samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
 
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
-"""Parts of memory that a sleep frees, by SGLang's names."""
+"""Parts of GPU memory that a sleeping engine frees, by SGLang's names."""
 ENDED_AT_ONCE = 16
-"""Maximum number of ended samples to decode before reporting them. New requests can then arrive before all are
-decoded."""
+"""Maximum number of ended samples that are decoded and reported together. Small batches let new requests start
+sooner."""
 
 SEEING_THREADS = 2
 """Number of threads that decode the media of prompts."""
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class SGLangEngine:
-    """Generates with SGLang. It pauses between two steps, and updates weights in a pause (see GenerationGate)."""
+    """Generates samples with SGLang. Pauses between model steps, and updates weights in a pause (GenerationGate)."""
 
     def __init__(
         self,
@@ -91,11 +91,11 @@ class SGLangEngine:
         self._on_failure = on_failure
         self._on_broken = on_broken
         self.logprobs = LogprobRequests(channel.send)
-        """Requests for log-probs of given tokens. They bypass the gate: an engine for log-probs is never paused."""
+        """Log-prob requests for given tokens. They bypass the gate: an engine for log-probs is never paused."""
         self._groups: dict[str, SGLangRequest] = {}
         self._held: deque[SGLangRequest] = deque()
         self._released: set[MemoryPart] = set()
-        """Parts of memory that are freed now."""
+        """Parts of GPU memory that the engine has freed."""
         self._sent: dict[str, tuple[SGLangRequest, SGLangSample | None]] = {}
         """Request and sample by the scheduler's id; the sample is None for the prefill of a prompt."""
         self.control = SchedulerControl(
@@ -106,7 +106,7 @@ class SGLangEngine:
             drained=lambda: not self._sent,
             end_all=self._end_all,
         )
-        """Pauses and updates the scheduler processes."""
+        """Controller that pauses the scheduler processes and updates their weights."""
         self._activities = ["CPU", "GPU"] if on_gpus else ["CPU"]
         self._profile_answers: queue.SimpleQueue[ProfileReqOutput] = queue.SimpleQueue()
         self._tokens_prompted = 0
@@ -160,13 +160,13 @@ class SGLangEngine:
             self._on_output({request_id: aborted_outputs(group)})
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; only tokens of the current step may still be reported."""
+        """Cancel a request without reporting its end; tokens of the current model step may still be reported."""
         with self.gate.changed:
             self._forget(request_id)
             self.gate.changed.notify_all()
 
     def abort(self, request_id: str) -> None:
-        """End a request's samples with their tokens so far: after the current step, or at once before they start."""
+        """End a request's samples, which keep their tokens: at once if not started, else after the current step."""
         with self.gate.changed:
             group = self._groups.get(request_id)
             if group is None:
@@ -179,17 +179,17 @@ class SGLangEngine:
                 self._channel.send(AbortReq(rid=f"{request_id}:"))
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause between two steps. Returns the number of held samples.
+        """Pause generation between two model steps. Returns the number of unfinished samples.
 
-        in_place keeps requests where they are, retract drops their keys and values, abort ends them now, drain waits
-        for those that have started.
+        Modes: in_place keeps requests and their key-value cache, retract frees the cache, abort ends all requests,
+        drain waits for started requests.
         """
         self.gate.pause(mode, lease_seconds, timeout)
         with self.gate.changed:
             return sum(group.unfinished for group in self._groups.values())
 
     def record(self, request: engine_pb2.RecordStepsRequest) -> list[Path]:
-        """Record with SGLang's profiler. A second request would stop it without a file, so that one is refused."""
+        """Record model steps with SGLang's profiler; return the trace files. Raises EngineError if one is running."""
         stats = self._schedulers.ask_first("GetSchedulerStats", engine_pb2.GetSchedulerStatsRequest(), ANSWER_SECONDS)
         if stats.recording:
             raise EngineError("this engine is recording steps already: wait until their files are there")
@@ -226,7 +226,7 @@ class SGLangEngine:
         self.control.change_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
-        """Allocate freed memory again; the weights are undefined until an update. Raises EngineError."""
+        """Allocate freed memory parts again. Weights are undefined until the next update. Raises EngineError."""
         missing = [part for part in MEMORY_PARTS if part in parts and part in self._released]
         if missing:
             self.control.change_memory(ResumeMemoryOccupationReqInput(tags=missing))
@@ -235,7 +235,7 @@ class SGLangEngine:
             self.gate.wake()
 
     def mark_update(self, weights: Version, held: Mapping[str, HeldRequest]) -> None:
-        """Note which tokens of the unfinished requests older weights produced. Call it inside `update`."""
+        """Record in unfinished samples that later tokens come from version `weights`. Call during a weight update."""
         with self.gate.changed:
             for rid, (_, sample) in self._sent.items():
                 if sample is not None and rid in held:  # else it has ended; its last output is yet to come
@@ -275,7 +275,7 @@ class SGLangEngine:
             self._channel.send(AbortReq(rid=f"{request_id}:"))  # SGLang matches prefixes of ids
 
     def _end_all(self) -> None:
-        """End all requests: those in the paused scheduler and those that wait here."""
+        """End all requests, both in the paused scheduler and waiting in the engine."""
         self._schedulers.ask_all("EndAll", engine_pb2.EndAllRequest(), 2 * ANSWER_SECONDS)
         gate = self.gate
         with gate.changed:
@@ -361,7 +361,7 @@ class SGLangEngine:
             outputs[request_id] = aborted_outputs(group)
 
     def _take_abort(self, message: AbortReq) -> None:
-        """Process the end of a request that the scheduler aborted before its start."""
+        """Report the end of a request that the scheduler aborted before the request started."""
         outputs: dict[str, list[Output]] = {}
         failures: dict[str, str] = {}
         reason = message.finished_reason or {"type": "abort"}
@@ -394,7 +394,7 @@ class SGLangEngine:
         return output
 
     def _finish(self, outputs: dict[str, list[Output]], failures: dict[str, str]) -> None:
-        """Forget failed requests, and notify waiters that requests may have ended."""
+        """Forget failed requests, and notify threads that wait for requests to end."""
         for request_id in failures:
             outputs.pop(request_id, None)
             self._forget(request_id)

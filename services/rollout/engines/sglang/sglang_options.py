@@ -25,7 +25,7 @@ SET_BY_RELAXD = {
     "enable_memory_saver": "run.colocate",
     "enable_weights_cpu_backup": "run.colocate",
 }
-"""Options that relaxd sets, and the relaxd setting that determines each."""
+"""SGLang options that relaxd sets, each with the relaxd setting that determines its value."""
 
 UNSUPPORTED = {
     "skip_tokenizer_init": "relaxd always exchanges tokens, not text",
@@ -44,11 +44,11 @@ UNSUPPORTED = {
     "lora_paths": "relaxd updates whole models",
     "is_embedding": "relaxd needs a model that generates",
 }
-"""Options that users may not set, and the reasons."""
+"""SGLang options that users may not set, each with the reason."""
 
 
 class OptionError(InvalidArgument):
-    """An option of [rollout.sglang] is invalid; the message names it and the valid values."""
+    """Raised if an option of [rollout.sglang] is invalid; the message names the option and its valid values."""
 
 
 def server_args(

@@ -1,7 +1,7 @@
 """The SGLang engine's process: `python -m services.rollout.engines.sglang.sglang_process`.
 
-Its children are SGLang's scheduler processes, one per tensor-parallel rank. They end with it. It ends if a child ends;
-then the rollout service starts a new engine process.
+Its children are SGLang's scheduler processes, one per tensor-parallel rank. The children end with this process.
+It ends if a child ends; then the rollout service starts a new engine process.
 """
 
 import asyncio
@@ -42,15 +42,15 @@ from services.rollout.engines.sglang.sglang_engine import SGLangEngine
 from services.rollout.engines.sglang.sglang_options import OptionError, server_args
 
 ABORT_SECONDS = 8.0
-"""Maximum seconds for the schedulers to leave a weight group."""
+"""Maximum time for the scheduler processes to leave a weight group, in seconds."""
 PAUSES_WITH_UPDATE = ("in_place", "retract")
-"""Pause modes that need no work between a pause and its update, so that one message can request both."""
+"""Pause modes after which weights can be received at once, so that one message requests pause and update."""
 
 logger = logging.getLogger(__name__)
 
 
 class SGLangProcess(EngineProcess[SGLangEngine]):
-    """Runs an SGLangEngine."""
+    """Engine process that serves an SGLangEngine to the rollout service."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SGLangProcess(EngineProcess[SGLangEngine]):
         self._on_gpus = False
         self._group = ""
         self._left_touched = False
-        """True if leaving a group during a broadcast left the model partly changed."""
+        """True if a broadcast was aborted and may have changed only part of the model."""
         self._process = psutil.Process()
         # SGLang sends this signal when one of its processes fails.
         signal.signal(signal.SIGQUIT, lambda *_: self._scheduler_gone("a scheduler process of SGLang failed"))
@@ -178,7 +178,7 @@ class SGLangProcess(EngineProcess[SGLangEngine]):
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds, checksums=checksums)
 
     def _update_all(self, engine: SGLangEngine, group_name: str) -> list[Updated]:
-        """Update every rank. If a rank fails and any rank's model may have changed, mark the engine as touched."""
+        """Wait until all ranks have new weights. On failure, mark the engine as touched if a model may have changed."""
         failure: RpcError
         try:
             if self._group != group_name:  # it was left before `end_update` could find this update
@@ -206,7 +206,7 @@ class SGLangProcess(EngineProcess[SGLangEngine]):
         return self._left_touched
 
     def _end(self, name: str) -> None:
-        """Leave a group and wait for the end of its update, so that a resume or another update can follow."""
+        """Leave a weight group and wait until its update has ended, so that a resume or another update can follow."""
         if self._group == name:
             self._leave(name)
         self._loaded().control.end_update(name, END_SECONDS)
@@ -260,7 +260,7 @@ def expert_count(config: Any) -> int:
 
 
 def main() -> None:
-    """Serve the parent until it ends."""
+    """Serve the engine to the parent process until the parent ends."""
     read_arguments()
     logging.getLogger("sglang").setLevel(logging.WARNING)  # until SGLang sets its own log_level
     SGLangProcess().serve()

@@ -28,33 +28,33 @@ from services.rollout.engines.seen_prompts import HeardSound, SeenFrame, SeenPro
 from services.rollout.engines.sglang.schedulers import prefix_key
 
 SHARED_PREFIX_TOKENS = 64
-"""Minimum tokens of a prompt that is prefilled once for all samples of a request, before they start."""
+"""Minimum prompt length for prefilling the prompt once before a request's samples start, in tokens."""
 PREFIX = "prefix"
-"""Last part of the id of a message that prefills a prompt; messages of samples have the sample's index."""
+"""Suffix of the id of a message that prefills a prompt. Ids of samples' messages end with the sample's index."""
 
 
 @dataclass(eq=False, kw_only=True)
 class SGLangSample:
-    """A running or waiting sample."""
+    """State of a sample that is running or waits to start."""
 
     index: int
     begun: int = 0
     """Number of tokens that the sample had before the request."""
     tokens: list[int] = field(default_factory=list)
-    """All tokens of the sample."""
+    """Token ids of the whole sample, including tokens from before the request."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probs of the new tokens."""
+    """Log-probs of the tokens that this request generated."""
     likeliest: list[list[int]] = field(default_factory=list)
     """Ids of the likeliest tokens at each new token's position, if requested."""
     marks: list[tuple[int, int]] = field(default_factory=list)
-    """(number of tokens, version), in order: the version produces the tokens after this number."""
+    """Pairs (number of tokens, version), ascending: the version generated the tokens after this number."""
     spans_weight_update: bool = False
     finish_reason: FinishReason | None = None
     stopped_at: str = ""
     """Stop string that ended the sample; empty if none did."""
     routed_experts: "np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]] | None" = None
     reported: int = 0
-    """Number of reported tokens, including those from before the request."""
+    """Number of tokens reported to the caller, including tokens from before the request."""
 
     @classmethod
     def of(cls, request: Request, index: int) -> "SGLangSample":
@@ -69,7 +69,7 @@ class SGLangSample:
         return decode(self.tokens[:-1] if self.finish_reason == "stop" else self.tokens)
 
     def versions(self, start: int) -> list[int]:
-        """Return the version of each token from index `start` on; these must be new tokens."""
+        """Return the weight version of each token from index `start` on; this request must have generated them."""
         versions: list[int] = []
         ends = [first for first, _ in self.marks[1:]] + [len(self.tokens)]
         for (first, version), end in zip(self.marks, ends, strict=True):
@@ -79,7 +79,7 @@ class SGLangSample:
 
 @dataclass(eq=False)
 class SGLangRequest:
-    """A request and its samples."""
+    """A generation request with the state of its samples."""
 
     request: Request
     samples: list[SGLangSample]
@@ -89,9 +89,9 @@ class SGLangRequest:
     unfinished: int
     """Number of samples that have not ended."""
     aborted: bool = False
-    """True if the request must end before its samples start."""
+    """True if the request was aborted, so that samples that have not started must not start."""
     media: str = ""
-    """Identity of the prompt's media; empty if it has none."""
+    """Text that identifies the prompt's media, for prefix-cache keys; empty without media."""
     mm_inputs: Any = None
     """The prompt's media in SGLang's form, pickled once for all samples; None without media."""
 
@@ -104,7 +104,7 @@ class SGLangRequest:
         return cls(request, samples, stop_ids, shares, len(samples))
 
     def take_media(self, prompt: SeenPrompt | None) -> None:
-        """Set the media of the prompt; None if it has none."""
+        """Set the prompt's media; None for a prompt without media."""
         if prompt is not None:
             self.media = prompt.identity
             self.mm_inputs = wrap_as_pickle(to_sglang(prompt, max(sample.begun for sample in self.samples)))
@@ -174,7 +174,7 @@ class StopLengths:
 
     @staticmethod
     def encode(text: str, *, add_special_tokens: bool) -> bytes:
-        """Return the bytes of a text as tokens: sampled tokens may split it into more tokens than a tokenizer."""
+        """Return the bytes of a text as tokens. Sampled tokens may split the text into more tokens than a tokenizer."""
         return text.encode()
 
 
@@ -193,7 +193,7 @@ def add_output(
     *,
     experts: int,
 ) -> str:
-    """Add one row of the scheduler's output to a sample.
+    """Append the tokens in one row of the scheduler's output to a sample.
 
     Returns the reason if the request failed, else "".
     """
@@ -233,14 +233,14 @@ def add_output(
 
 
 def aborted_outputs(group: SGLangRequest) -> list[Output]:
-    """Return the outputs of a request that ended before its samples started."""
+    """Return an empty output with finish reason "abort" for each sample of a request."""
     return [Output(sample.index, finish_reason="abort") for sample in group.samples]
 
 
 def to_sglang(prompt: SeenPrompt, more: int) -> MultimodalProcessorOutput:
     """Return a prompt's media, with the positions of its tokens and of `more` tokens after it.
 
-    They contain relaxd's hashes, places and positions, so that SGLang computes none.
+    The result contains relaxd's hashes, places and positions, so that SGLang computes none.
     """
     items = [
         MultimodalDataItem(hash=int(item.sha256, 16), offsets=item.spans, **_content(item)) for item in prompt.items
@@ -275,8 +275,8 @@ def take_media(model: Any, vision: VisionModel, device: torch.device) -> None:
         return found
 
     def hear(items: Sequence[MultimodalDataItem]) -> torch.Tensor:
-        """Process each sound alone. In a batch with a longer sound, the tower's output for a sound of less than a
-        second would differ."""
+        """Run the audio tower on each sound alone. In a batch with a longer sound, the tower's output for a sound of
+        less than a second would differ."""
         assert vision.sound is not None  # or the prompt would have been refused
         tower, rows = model.audio_tower, []
         for item in items:

@@ -39,20 +39,20 @@ _OF_TOWER = re.compile(r"(^|\.)(visual|audio_tower)\.")
 
 
 class UnsupportedModel(Exception):
-    """The model computes with tensors derived from its weights, which would become stale."""
+    """Raised for a model with tensors derived from its weights, which an update would leave stale."""
 
 
 @dataclass(frozen=True)
 class ReceiveResult:
-    """Result of a broadcast on one rank."""
+    """Result of receiving a weight broadcast on one rank."""
 
     seconds: float
-    """Duration of the reception, until the device has finished."""
+    """Time until the device has finished receiving, in seconds."""
     touched: bool
-    """True if the model was written to, which is certain if it holds any of the tensors."""
+    """True if the broadcast wrote to the model, which is certain if the model has any of its tensors."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """Checksums by tensor, if requested: of the model's memory for tensors received in place; else of the staged
-    tensor, which was compared with the model's memory."""
+    """Checksums by tensor name, if requested. They cover the model's memory of tensors received in place, and else the
+    staging buffer, which was compared with the model's memory."""
     towers_changed: bool = True
     """False if all tower tensors equal those of the previous version. Ranks that have received the same versions agree,
     because they compare checksums of whole tensors."""
@@ -76,7 +76,7 @@ class SGLangWeights:
         self._receiver: _Receiver | None = None
         self._dirty = False
         self._towers: dict[str, int] = {}
-        """Checksums of the tower tensors of the last version."""
+        """Checksums of the tower tensors in the last received version, by name."""
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def join(self, rendezvous: Rendezvous, rank: int, manifest: weights_pb2.WeightManifest, timeout: float) -> None:
@@ -115,7 +115,7 @@ class SGLangWeights:
             raise
 
     def begin(self, name: str, timeout: float) -> "Reception":
-        """Begin to receive one version; `finish` receives the rest. Nothing may use the model until then.
+        """Begin to receive one version; `finish` receives the rest. Nothing may use the model before `finish` returns.
 
         Raises:
             WeightGroupError: this rank isn't in the group, or the group broke.
@@ -134,8 +134,8 @@ class SGLangWeights:
     def finish(self, begun: "Reception", *, checksum: bool, commit: Callable[[], None]) -> ReceiveResult:
         """Receive the rest of a version; call `commit` during the last transfer. Returns when the device has finished.
 
-        If the model is spread over ranks, it counts as touched from `commit` on: after a failure, only some ranks may
-        have committed, and these must not continue.
+        A model that is spread over ranks counts as touched from `commit` on, because after a failure only some ranks
+        may have committed, and these must not continue.
 
         Raises:
             WeightGroupError: a member died or was late, or the group was left meanwhile.
@@ -151,7 +151,7 @@ class SGLangWeights:
 
     @contextlib.contextmanager
     def _receiving(self, name: str) -> Iterator[None]:
-        """Run the block on the stream for weights; leave the group after an error."""
+        """Run the block on the CUDA stream for weights; leave the weight group after an error."""
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.no_grad(), stream:
@@ -162,11 +162,11 @@ class SGLangWeights:
 
     @property
     def unusable(self) -> bool:
-        """True if a broadcast, failed or still running, has touched the model."""
+        """True if a failed or running broadcast may have changed the model."""
         return self._dirty
 
     def _committing(self, commit: Callable[[], None]) -> Callable[[], None]:
-        """Return `commit`; if the model is spread over ranks, it first marks the model as touched."""
+        """Return a function that calls `commit`, and first marks a model that is spread over ranks as touched."""
 
         def touch_and_commit() -> None:
             self._touch()
@@ -178,7 +178,7 @@ class SGLangWeights:
         self._dirty = True
 
     def leave(self, name: str) -> None:
-        """Abort and forget a group; callable from any thread, also during `join` or `finish`."""
+        """Abort and forget a weight group; callable from any thread, also during `join` or `finish`."""
         with self._lock:
             receiver = self._receiver
             if receiver is None or receiver.group.name != name:
@@ -196,7 +196,7 @@ class SGLangWeights:
 
 @dataclass(frozen=True)
 class Reception:
-    """A version that is being received; its first transfer has started."""
+    """Running reception of a version, whose first transfer has started."""
 
     group_name: str
     receiver: "_Receiver"
@@ -207,7 +207,7 @@ class Reception:
 
 
 class _Receiver:
-    """Receives the broadcasts of one group. No other group reuses its buffers: an aborted broadcast may still write."""
+    """Receives the broadcasts of one weight group, in buffers of its own: an aborted broadcast may still write."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class _Receiver:
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
         # These are made now, because the engine is paused while it receives.
         self._wires = [self._wire(number) for number in range(len(buckets))]
-        """For each bucket: the tensors into which it is received."""
+        """Tensors into which each bucket is received, by bucket number."""
         self._received = {
             part.spec.name: whole
             for part, whole in zip(chain(*self._parts), chain(*self._wholes), strict=True)
@@ -271,7 +271,7 @@ class _Receiver:
         return read_checksums(found | self._begin_checksums(self._received, with_checksums))
 
     def start(self, number: int, deadline: float) -> Transfer:
-        """Start receiving bucket `number`."""
+        """Start to receive bucket `number`, and return the running transfer."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise WeightGroupError(f"the broadcast in weight group {self.group.name} did not end in time")
@@ -287,7 +287,7 @@ class _Receiver:
         return [next(staging) if whole is None else whole for whole in self._wholes[number]]
 
     def _copy(self, number: int, transfer: Transfer, with_checksums: bool) -> dict[str, torch.Tensor]:
-        """Copy the staged tensors after their reception, and begin their checksums.
+        """Copy a bucket's staged tensors into the model, and begin their checksums.
 
         On a GPU this only enqueues work, except for the comparisons of `with_checksums`.
         """
@@ -312,7 +312,7 @@ class _Receiver:
         return self._begin_checksums(dict(zip(names, tensors, strict=True)), with_checksums)
 
     def _begin_checksums(self, tensors: dict[str, torch.Tensor], every: bool) -> dict[str, torch.Tensor]:
-        """Begin the checksums of all these tensors if `every`, else of the tower tensors."""
+        """Begin to compute checksums of `tensors`; without `every`, only of the tower tensors among them."""
         return begin_checksums(tensors if every else {name: tensors[name] for name in self.towers & tensors.keys()})
 
 

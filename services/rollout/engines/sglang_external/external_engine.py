@@ -52,11 +52,11 @@ Result = TypeVar("Result")
 
 
 class ExternalWeights:
-    """Makes the server a member of weight groups, one at a time."""
+    """Makes the external server join weight groups, one at a time, and receive weights."""
 
     def __init__(self, client: SGLangClient) -> None:
         self.touched = False
-        """True if the last `receive` may have changed the model."""
+        """True if the last call of `receive` may have changed the server's model."""
         self._client = client
         self._group: str | None = None
         self._buckets: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ class ExternalWeights:
         self._buckets = buckets
 
     async def receive(self, group_name: str, label: str, timeout: float) -> None:
-        """Make the server receive all buckets and label its weights with `label`.
+        """Make the server receive all buckets of a version, and name the new weights `label`.
 
         Raises EngineError, Aborted or DeadlineExceeded.
         """
@@ -107,7 +107,7 @@ class ExternalWeights:
                 ) from error
 
     async def leave(self, group_name: str) -> None:
-        """Cancel a group's running call, and make the server leave the group."""
+        """Cancel the running call for a weight group, and make the server leave the group."""
         if group_name != self._group:
             return
         self._group = None
@@ -119,12 +119,12 @@ class ExternalWeights:
             logger.warning("the server did not leave weight group %s: %s", group_name, error)
 
     async def leave_all(self) -> None:
-        """Leave the current group, if any."""
+        """Leave the current weight group, if any."""
         if self._group is not None:
             await self.leave(self._group)
 
     async def _call_in_group(self, call: Awaitable[Result]) -> Result:
-        """Await a call that `leave` can cancel. Raises Aborted if `leave` did or the server refused."""
+        """Await a call to the server that `leave` can cancel. Raises Aborted if `leave` did or the server refused."""
         self._waiting = waiting = asyncio.ensure_future(call)
         group = self._group
         try:
@@ -174,15 +174,15 @@ def stock_buckets(manifest: weights_pb2.WeightManifest) -> list[dict[str, Any]]:
 
 
 CONTROL_SECONDS = 10.0
-"""Deadline of calls that only change a flag, in seconds."""
+"""Deadline of the call that resumes generation, in seconds."""
 STOP_SECONDS = 5.0
-"""Maximum seconds of the calls that clean up the server when the engine stops."""
+"""Maximum total time of the calls with which a stopping engine cleans up the server, in seconds."""
 PROBE_SECONDS = 2.0
-"""Seconds between two probes."""
+"""Interval between two health probes of the server, in seconds."""
 SCHEDULER_SECONDS = 60.0
-"""Seconds without an answer to a probe, outside of updates, after which the server's scheduler counts as dead."""
+"""Time without a probe's answer, outside of updates, after which the server's scheduler counts as dead, in seconds."""
 STATS_SECONDS = 1.0
-"""Seconds between two reports of generated tokens."""
+"""Interval between reports of the number of generated tokens, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class ExternalEngine(RolloutEngine):
         self._on_tokens = on_tokens
         self._ended: str | None = None
         self._open = asyncio.Event()
-        """Set while requests may be sent: not during a pause, so that each request gets its weights' label."""
+        """Event that is set while requests may be sent: not in a pause, so that requests get their weights' label."""
         self._open.set()
         self._lease: asyncio.Task[None] | None = None
         self._requests = ExternalRequests(client, facts, model, self._wait_open, self._end)
@@ -313,7 +313,7 @@ class ExternalEngine(RolloutEngine):
         return len(self._requests.running_ids)
 
     async def _continue(self, weights: Version | None) -> None:
-        """End the pause; a quarantined server stays paused. Raises EngineError during an update."""
+        """End the pause; a quarantined server stays paused. Raises EngineError while weights are being received."""
         if self._updating:
             raise EngineError("weights are being received: the pause cannot end now")
         self._replace_lease(None)
@@ -329,7 +329,7 @@ class ExternalEngine(RolloutEngine):
             await self._updates.join(request)
 
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """Make the server receive new weights, with the requested pause before and resume after it.
+        """Pause if requested, make the server receive new weights, and resume if requested.
 
         Returns no checksums, because a stock server has none. Raises Aborted on failure; then the model may be between
         two versions.
@@ -379,7 +379,7 @@ class ExternalEngine(RolloutEngine):
             await asyncio.shield(self._closing)
 
     async def _wait_open(self) -> Version:
-        """Wait for the end of a pause. Returns the served weights."""
+        """Wait until generation is not paused. Returns the version that the server serves."""
         while not self._open.is_set():
             await self._open.wait()  # idle: until the pause is over
         self._raise_if_gone()
@@ -403,7 +403,7 @@ class ExternalEngine(RolloutEngine):
         await self._resume_with_retries()
 
     async def _resume_with_retries(self) -> None:
-        """End the pause; retry until the server answers or is lost."""
+        """End the server's pause; retry until the server answers or is lost."""
         while True:
             try:
                 return await self._resume()
@@ -461,7 +461,7 @@ class ExternalEngine(RolloutEngine):
             self._closing = asyncio.create_task(self._close(), name="leave the server")
 
     def _mark_ended(self, reason: str) -> None:
-        """Fail all requests and waits."""
+        """Record why the engine ended, and fail all requests and all waits for a pause's end."""
         self._ended = reason
         self.weights = None
         self.gauges = {}
@@ -478,7 +478,7 @@ class ExternalEngine(RolloutEngine):
 
     @contextmanager
     def _detecting_loss(self) -> Iterator[None]:
-        """Raise ServerGone if the server is lost; end the engine if it is lost inside the block."""
+        """Raise ServerGone if the server is lost; end the engine if ServerGone is raised inside the block."""
         self._raise_if_gone()
         try:
             yield

@@ -23,33 +23,33 @@ from services.rollout.engines.request_types import (
 from services.rollout.engines.sglang_external.server_client import ServerGone, ServerInfo, SGLangClient
 
 EVENT_TOKENS = 32
-"""Maximum tokens per event. Fewer would slow the server down; more would leave the version of more tokens uncertain at
-an update (see ExternalSample)."""
+"""Maximum number of tokens per event in a server's stream. Smaller events would slow the server down; larger ones would
+leave the version of more tokens uncertain at an update (see ExternalSample)."""
 ONLY_AT_END = 1 << 30
-"""Tokens per event of a request that doesn't stream: more than any sample has, so each sample has one event, at its
-end."""
+"""Number of tokens per event in a request that doesn't stream: more than any sample has, so that a sample's only event
+comes at its end."""
 
 
 @dataclass(frozen=True)
 class EventStyle:
-    """Format of a server's events."""
+    """Format of the events in which a server streams samples."""
 
     incremental: bool
     """True if an event contains only new tokens; False if it contains all tokens of the sample so far."""
     interval: int
-    """Tokens per event. The first token always has a separate event."""
+    """Number of tokens per event. The first token always has a separate event."""
     late: int
-    """Number of tokens per sample that older weights produced but the server reports after an update: 1 if its
-    scheduler runs a batch while it reports the previous one, else 0."""
+    """Number of tokens per sample that the server may report under newer weights than produced them: 1 if its scheduler
+    runs a batch while it reports the previous one, else 0."""
 
 
 def label(weights: Version) -> str:
-    """Return the label of a version for the server."""
+    """Return the label "term:version" under which the server serves these weights."""
     return f"{weights.term}:{weights.version}"
 
 
 def parse_label(text: object) -> Version | None:
-    """Return the version of a label; None if relaxd did not set it."""
+    """Return the weight version that a server's label names; None if relaxd did not set the label."""
     term, colon, version = str(text).partition(":")
     return Version(int(term), int(version)) if colon and term.isdigit() and version.isdigit() else None
 
@@ -57,9 +57,9 @@ def parse_label(text: object) -> Version | None:
 class ExternalSample:
     """One sample of a request, with the tokens reported so far.
 
-    Every event has the label of the weights served at its report. If the label has changed, either version may have
-    produced the tokens since the last event. They get the older one, so that no token counts as fresher than it is. If
-    a request has an event for each token, at most `late` tokens are uncertain.
+    Every event has the label of the weights that the server serves then. If the label has changed, either version may
+    have produced the tokens since the last event. These get the older version, so that none counts as fresher than it
+    is. If a request has an event for each token, at most `late` tokens are uncertain.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class ExternalSample:
         begun: Sequence[int] = (),
         sampling: Sampling | None = None,
     ) -> None:
-        """`weights`: served when the request was sent; `begun`: the sample's tokens from before the request.
+        """`weights`: version served when the request was sent; `begun`: the sample's tokens from before the request.
 
         `sampling`: contains the stop strings, to find those that begin in `begun`.
         """
         self.ended = False
         self.ended_here = False
-        """True if the sample ended at a stop string that the server didn't notice."""
+        """True if relaxd ended the sample at a stop string that the server didn't notice."""
         self._begun = len(begun)
         self._sampling = sampling
         self._tokens: list[int] = list(begun)
@@ -90,7 +90,7 @@ class ExternalSample:
         self._older = weights
         self._uncertain_until = 0
         self._delivered = 0
-        """Number of new tokens delivered so far."""
+        """Number of new tokens that `undelivered` has returned so far."""
 
     @property
     def index(self) -> int:
@@ -104,11 +104,15 @@ class ExternalSample:
 
     @property
     def undelivered_tokens(self) -> int:
-        """Number of new tokens not delivered yet."""
+        """Number of new tokens that `undelivered` has not returned yet."""
         return len(self._logprobs) - self._delivered
 
     def take(self, event: dict[str, Any]) -> None:
-        """Add an event. Raises ServerGone if the server lost its weights, RequestFailed if the server failed it."""
+        """Add the tokens of a server's event.
+
+        Raises ServerGone if the event is invalid or names weights that relaxd did not give the server, RequestFailed if
+        the server failed the sample.
+        """
         count, output, meta = len(self._logprobs), self._output, event["meta_info"]
         tokens: list[int] = event["output_ids"]
         logprobs: list[list[Any]] = meta.get("output_token_logprobs", [])
@@ -136,7 +140,7 @@ class ExternalSample:
             self.end(cast(FinishReason, finish["type"]), finish.get("matched"))
 
     def _ends_across(self, checked: int) -> bool:
-        """End the sample at a stop string that begins in earlier tokens. Returns True if there is one.
+        """End the sample at a stop string that begins in tokens from before the request. Returns True if one is found.
 
         `checked`: number of tokens searched before.
         """
@@ -155,7 +159,7 @@ class ExternalSample:
         return True
 
     def end(self, reason: FinishReason, matched: int | str | None = None) -> None:
-        """End the sample. `matched`: the end token or stop string that ended it."""
+        """Set the sample's finish reason and text. `matched`: the end token or stop string that ended the sample."""
         output = self._output
         output.finish_reason, self.ended = reason, True
         if isinstance(matched, str):
@@ -164,7 +168,7 @@ class ExternalSample:
             output.text = self._decode(output.tokens[:-1] if reason == "stop" else output.tokens)
 
     def undelivered(self) -> Output:
-        """Return undelivered output, and mark it as delivered."""
+        """Return the output since the last call: new tokens, and the text once the sample has ended."""
         start, output = self._delivered, self._output
         self._delivered = len(self._logprobs)
         return Output(
@@ -181,13 +185,13 @@ class ExternalSample:
 ABORT_SECONDS = 10.0
 """Deadline of a call that aborts a sample, in seconds."""
 SHARED_PROMPT_TOKENS = 64
-"""Minimum tokens of a prompt that is prefilled before its samples are sent; SGLang would prefill it for each sample."""
+"""Minimum length of a prompt that is prefilled before its samples, in tokens. SGLang would prefill it per sample."""
 
 logger = logging.getLogger(__name__)
 
 
 class _RunningRequest:
-    """A request and its samples."""
+    """A generation request with the state of its samples."""
 
     def __init__(self, request: Request) -> None:
         identity = uuid.uuid4().hex
@@ -206,7 +210,7 @@ class _RunningRequest:
 
 
 class ExternalRequests:
-    """The requests to one server."""
+    """Sends generation requests to one external server, and tracks their samples."""
 
     def __init__(
         self,
@@ -216,12 +220,14 @@ class ExternalRequests:
         wait_open: Callable[[], Awaitable[Version]],
         on_gone: Callable[[str], None],
     ) -> None:
-        """`wait_open` waits until requests may be sent and returns the served weights; `on_gone` is called with the
-        reason if the server is lost."""
+        """`wait_open`: function that waits until requests may be sent, and returns the served version.
+
+        `on_gone`: called with the reason if the server is lost.
+        """
         self.tokens = 0
-        """Number of tokens generated so far."""
+        """Number of tokens generated since the engine started, in all requests."""
         self.idle = asyncio.Event()
-        """Set while the server has no request of this engine."""
+        """Event that is set while the server has no request of this engine."""
         self.idle.set()
         self._client = client
         self._facts = facts
@@ -240,7 +246,7 @@ class ExternalRequests:
 
     @property
     def waiting_samples(self) -> int:
-        """Number of samples that wait for the end of a pause."""
+        """Number of samples not sent to the server yet: in a pause, or until their prompt is prefilled."""
         return sum(len(request.sample_ids) for request in self._requests.values() if not request.samples)
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
@@ -268,12 +274,12 @@ class ExternalRequests:
             self._abort_later(running.open_ids)
 
     def end_all(self) -> None:
-        """End every request with its tokens so far."""
+        """End every request now; samples keep their tokens so far."""
         for request_id in self._requests:
             self.end(request_id)
 
     def end(self, request_id: str) -> None:
-        """End a request with its tokens so far."""
+        """End a request now; samples keep their tokens so far."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -301,7 +307,7 @@ class ExternalRequests:
                 logger.warning("a request could not be aborted and runs to its end: %s", result)
 
     async def close(self) -> None:
-        """Cancel all tasks."""
+        """Cancel all tasks that read answers or abort samples."""
         readers = [request.reading for request in self._requests.values() if request.reading is not None]
         tasks = [*readers, *self._aborts]
         for task in tasks:
@@ -411,7 +417,7 @@ class ExternalRequests:
         }
 
     def _interval(self, request: Request) -> int:
-        """Return the tokens per event."""
+        """Return the number of tokens per event to ask for in a request."""
         if request.stream:
             return min(request.report_every, EVENT_TOKENS)
         return EVENT_TOKENS if self._facts.incremental else ONLY_AT_END

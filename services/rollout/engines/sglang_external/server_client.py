@@ -22,17 +22,17 @@ from services.rollout.engines.model_folder import ModelFolder
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
-"""Maximum seconds to open a connection."""
+"""Maximum time to open a connection to the server, in seconds."""
 _MAX_REASON = 500
-"""Maximum characters of the server's reason in an error."""
+"""Maximum length of the server's reason in an error message, in characters."""
 
 
 class ServerGone(ChildError):
-    """The server doesn't answer, or its answer broke off."""
+    """Raised when the server doesn't answer or its answer breaks off."""
 
 
 class ServerRefusal(FailedPrecondition):
-    """The server answered with an error: an HTTP status other than 200, or an error event."""
+    """Raised when the server answers with an HTTP status other than 200, or with an error event."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -95,7 +95,7 @@ class SGLangClient:
         raise ServerGone(f"{self.url} broke off its answer to {path}")
 
     async def close(self) -> None:
-        """End all calls."""
+        """Close the HTTP session, which ends all calls."""
         await self._session.close()
 
     def _gone(self, path: str, error: Exception) -> ServerGone:
@@ -111,7 +111,7 @@ class SGLangClient:
         return value
 
     def _refusal(self, path: str, status: int, text: str) -> ServerRefusal:
-        """Return an error with the server's message, which may be at different places of the answer."""
+        """Return an error with the message that the server's answer contains under "error", "message" or "detail"."""
         try:
             message = json.loads(text)
         except ValueError:
@@ -126,7 +126,7 @@ class SGLangClient:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of an answer, of any length."""
+    """Yield the lines of a streamed HTTP answer; lines may have any length."""
     pieces: list[bytes] = []
     async for received in content.iter_any():
         *complete, rest = received.split(b"\n")
@@ -139,27 +139,27 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 CALL_SECONDS = 10.0
 """Deadline of each call in `connect`, in seconds."""
 RETRY_SECONDS = 1.0
-"""Seconds between two attempts to reach the server."""
+"""Interval between attempts to reach the server, in seconds."""
 KEEP_MEMORY = {"torch_empty_cache": False}
-"""Body of /continue_generation. Emptying the allocator's cache would cost time, and fails on a CPU."""
+"""Request body of /continue_generation: keeps torch's cached memory. Freeing it costs time, and fails on a CPU."""
 
 
 class ServerMismatch(ChildError):
-    """The server has another model than the run, or options that don't work with relaxd."""
+    """Raised if the server has another model than the run, or options that don't work with relaxd."""
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Configuration of a server."""
+    """Configuration of an external SGLang server, as far as relaxd needs it."""
 
     context: int
-    """The server's --context-length, in tokens; 0 if not set: then the model's applies."""
+    """The server's --context-length, in tokens; 0 if unset, so that the model's limit applies."""
     device: str
     """Device of the model: "cpu" or "cuda"."""
     incremental: bool
     """True with --incremental-streaming-output: events contain only new tokens."""
     late_tokens: int
-    """1 if the server's scheduler reports a token only after it has started the next batch; else 0."""
+    """Number of tokens by which the server's reports lag: 1 if a token is reported during the next batch, else 0."""
     prefix_cache: bool
     """True if the server caches prompts for later requests."""
     tokenizer: bool
@@ -232,7 +232,7 @@ async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
 
 
 async def _take_over(client: SGLangClient) -> None:
-    """End any requests and pause of an earlier user."""
+    """Abort all requests on the server and end its pause, which an earlier user may have left."""
     await client.call("/abort_request", {"abort_all": True}, timeout=CALL_SECONDS)
     await client.call("/continue_generation", KEEP_MEMORY, timeout=CALL_SECONDS)
 

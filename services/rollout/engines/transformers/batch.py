@@ -19,7 +19,8 @@ from services.rollout.engines.seen_prompts import SeenPrompt
 from services.rollout.engines.transformers.vision import embed
 
 _Choose = Callable[[torch.Tensor, list[Sampling], torch.Tensor], torch.Tensor]
-"""Sampling method: (log-probs [rows, vocabulary], sampling of each row, uniform float64 [rows]) -> token ids [rows]."""
+"""Type of sampling functions, which return token ids [rows]. Arguments: log-probs [rows, vocabulary], the sampling
+parameters of each row, and uniform random numbers, float64 [rows]."""
 
 
 def sample_generator(seed: int, sample: int, tokens: int = 0) -> torch.Generator:
@@ -105,7 +106,10 @@ def _plain(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.Tens
 
 
 def _filtered(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.Tensor) -> torch.Tensor:
-    """Apply top-k, then top-p to the remaining tokens: keep the smallest set of likeliest tokens that reaches top_p."""
+    """Return one token id per row, chosen after top-k and then top-p.
+
+    Top-p keeps the smallest set of likeliest tokens whose probabilities sum to top_p.
+    """
     probabilities, order = logprobs.exp().sort(dim=-1, descending=True, stable=True)
     vocabulary = logprobs.shape[-1]
     top_k = torch.tensor([each.top_k or vocabulary for each in sampling], device=logprobs.device)
@@ -119,7 +123,7 @@ def _filtered(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.T
 
 
 def _invert(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the first index at which the cumulative sum exceeds uniform times the total."""
+    """Return for each row the first index at which cumulative probability exceeds `uniform` times the row's sum."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     targets = uniform[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
@@ -127,7 +131,7 @@ def _invert(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 _MIN_GROWTH = 64
-"""Minimum number of tokens by which a buffer grows."""
+"""Minimum number of tokens by which a layer's key and value buffers grow."""
 
 
 class GrowingLayer(DynamicLayer):
@@ -143,7 +147,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **arguments: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the keys and values of new tokens. Returns all keys and values."""
+        """Append the keys and values of new tokens. Returns the layer's keys and values of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -158,12 +162,12 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def take_rows(self, rows: torch.Tensor, cut: int) -> None:
-        """Keep these rows, without their first `cut` positions."""
+        """Keep only the cache rows `rows`, without their first `cut` positions."""
         self._buffers = None
         self.keys, self.values = (x[:, :, cut:].index_select(0, rows) for x in (self.keys, self.values))
 
     def append_rows(self, other: "GrowingLayer", length: int) -> None:
-        """Append the rows of another layer, after padding both to `length`."""
+        """Append another layer's cache rows, after padding the rows of both on the left to `length` positions."""
         self._buffers = None
         self.keys, self.values = (
             _stack(above, below, length) for above, below in ((self.keys, other.keys), (self.values, other.values))
@@ -187,11 +191,11 @@ class StateLayer(LinearAttentionLayer):
     """
 
     def take_rows(self, rows: torch.Tensor, cut: int) -> None:
-        """Keep these rows. `cut` has no effect, because states have no positions."""
+        """Keep only the cache rows `rows`. `cut` has no effect, because states have no positions."""
         self.reorder_cache(rows)
 
     def append_rows(self, other: "StateLayer", length: int) -> None:
-        """Append the rows of another layer."""
+        """Append another layer's cache rows. `length` has no effect, because states have no positions."""
         for above, below in ((self.conv_states, other.conv_states), (self.recurrent_states, other.recurrent_states)):
             above[0] = torch.cat((above[0], below[0]))
 
@@ -204,14 +208,14 @@ def empty_cache(config: PreTrainedConfig) -> Cache:
 
 
 def take_rows(cache: Cache, rows: Sequence[int], cut: int = 0) -> None:
-    """Keep these rows, in this order, without their first `cut` positions. A row may occur several times."""
+    """Keep only the cache rows `rows`, in this order, without their first `cut` positions. A row may be repeated."""
     index = torch.tensor(rows, dtype=torch.long, device=cache.layers[0].device)
     for layer in cache.layers:
         layer.take_rows(index, cut)
 
 
 def append_rows(cache: Cache, other: Cache) -> None:
-    """Append the rows of `other`. Pads the shorter cache on the left with zeros, which callers must mask."""
+    """Append the rows of cache `other`. Pads the shorter cache on the left with zeros, which callers must mask."""
     length = max(cache.get_seq_length(), other.get_seq_length())
     for layer, added in zip(cache.layers, other.layers, strict=True):
         layer.append_rows(added, length)
@@ -227,7 +231,7 @@ def _stack(above: torch.Tensor, below: torch.Tensor, length: int) -> torch.Tenso
 
 @dataclass(eq=False, kw_only=True)
 class RunningSample:
-    """A running or waiting sample."""
+    """State of a sample that is running or waits to start."""
 
     request: Request
     index: int
@@ -236,11 +240,11 @@ class RunningSample:
     begun: int
     """Number of tokens that the sample had before the request."""
     tokens: list[int]
-    """All tokens of the sample."""
+    """Token ids of the whole sample, including tokens from before the request."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probs of the new tokens."""
+    """Log-probs of the tokens that this request generated."""
     versions: list[int] = field(default_factory=list)
-    """Versions of the new tokens."""
+    """Weight version of each token that this request generated."""
     likeliest: list[list[int]] = field(default_factory=list)
     """Ids of the likeliest tokens at each new token's position, if requested."""
     finish_reason: FinishReason | None = None
@@ -248,9 +252,9 @@ class RunningSample:
     """True if the sample ended at a stop string, not at an end token."""
     spans_weight_update: bool = False
     reported: int = 0
-    """Number of new tokens that were reported."""
+    """Number of new tokens that were reported to the caller."""
     seen: SeenPrompt | None = None
-    """The prompt with its media, set when the sample starts; None without media."""
+    """The prompt with its decoded media, set before the sample starts; None without media."""
 
     @classmethod
     def of(cls, request: Request, index: int, end_ids: frozenset[int]) -> "RunningSample":
@@ -274,16 +278,16 @@ class RunningSample:
 
     @property
     def offset(self) -> int:
-        """Difference between a token's position after the prompt and its index in the sequence."""
+        """Position minus index of each token after the prompt; media make the two differ."""
         return self.seen.offset if self.seen is not None else 0
 
     @property
     def forbidden(self) -> frozenset[int]:
-        """Tokens that the next token must not be: end tokens before min_new_tokens."""
+        """Ids that the next token must not have: end tokens until the sample has min_new_tokens, then none."""
         return self.stop_ids if len(self.tokens) < self.request.sampling.min_new_tokens else frozenset()
 
     def append(self, token: int, logprob: float, likeliest: list[int], version: int) -> None:
-        """Add a token, and set finish_reason if it is the last one."""
+        """Append a generated token, and set finish_reason if the token ends the sample."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -329,12 +333,12 @@ class Batch:
         return cls(samples, cache, [paddings[row] for row in rows]), logits[rows]
 
     def step(self, model: PreTrainedModel) -> torch.Tensor:
-        """Feed each sample's last token. Returns the logits [samples, vocabulary] of the next one."""
+        """Run the model on each sample's last token. Returns the next token's logits [samples, vocabulary]."""
         ids = torch.tensor([[sample.tokens[-1]] for sample in self.samples], dtype=torch.long)
         return _forward(model, ids, self._cache, self._paddings, [sample.offset for sample in self.samples])
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows (at least one), and cut left padding that no row needs."""
+        """Keep only the samples in `rows` (at least one), and cut left padding that no row needs."""
         if len(rows) == len(self.samples):
             return
         cut = min(self._paddings[row] for row in rows)
@@ -343,7 +347,7 @@ class Batch:
         self.samples = [self.samples[row] for row in rows]
 
     def extend(self, other: "Batch") -> None:
-        """Add another batch's samples."""
+        """Append another batch's samples and their cache rows."""
         length, added = self._cache.get_seq_length(), other._cache.get_seq_length()
         longest = max(length, added)
         append_rows(self._cache, other._cache)
@@ -364,8 +368,8 @@ def _forward(
 ) -> torch.Tensor:
     """Append `ids` [rows, new] to the cache and return the logits [rows, vocabulary] after the last one.
 
-    `offsets`: added to the positions of each row's tokens. `seen`: in a prefill, each row's prompt with media; its
-    tokens get the positions of its layout and the embeddings from `towers`.
+    `offsets`: for each row, the number added to its tokens' positions. `seen`: in a prefill, each row's prompt if it
+    has media, else None. Such a prompt brings its own positions (`layout`), and `towers` embeds its media.
     """
     start = cache.get_seq_length()
     columns = torch.arange(start + ids.shape[1])

@@ -52,7 +52,7 @@ class ParameterMemory:
 
     @property
     def released(self) -> bool:
-        """True if the memory is freed."""
+        """True while the parameters' memory is freed."""
         return bool(self._shapes)
 
     def release(self) -> None:
@@ -82,13 +82,13 @@ def _trim() -> None:
 
 
 PREFILL_TOKENS = 1024
-"""Maximum tokens of one prefill, padding included, because a pause waits for it. A longer prompt is prefilled alone."""
+"""Maximum size of one prefill, in tokens with padding; a pause waits for it. Longer prompts are prefilled alone."""
 SLEEP_LEASE_SECONDS = 10.0
-"""Lease of the pause before a sleep, in seconds added to the timeout for running samples."""
+"""Lease of the pause before a sleep, in seconds beyond the time allowed for running samples to end."""
 
 
 class TransformersEngine:
-    """Generates with a model. It pauses between two tokens, and updates weights in a pause (see GenerationGate)."""
+    """Generates samples with a model. Pauses between tokens, and updates weights in a pause (see GenerationGate)."""
 
     def __init__(
         self,
@@ -152,22 +152,22 @@ class TransformersEngine:
             self.gate.changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; at most one more token of each sample may be reported."""
+        """Cancel a request without reporting its end; at most one more token of each sample may be reported."""
         with self.gate.changed:
             self._cancelled.add(request_id)
             self.gate.changed.notify_all()
 
     def abort(self, request_id: str) -> None:
-        """End a request's samples with their tokens so far, even in a pause."""
+        """End a request's samples, which keep their tokens so far; works in a pause too."""
         with self.gate.changed:
             self._aborted.add(request_id)
             self.gate.changed.notify_all()
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause between two tokens. Returns the number of samples held in place.
+        """Pause generation between two tokens. Returns the number of unfinished samples.
 
-        in_place keeps requests where they are; abort ends them now; drain waits for the running ones. Raises
-        EngineError for retract, because this engine can't hold samples without their keys and values.
+        Modes: in_place keeps requests; abort ends all requests; drain waits for running samples. Raises EngineError
+        for retract, because this engine can't keep samples without their keys and values.
         """
         if mode == "retract":
             raise EngineError(
@@ -194,7 +194,7 @@ class TransformersEngine:
             self._memory.release()
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
-        """Allocate memory again; weights are undefined until an update. Keys and values are allocated as needed."""
+        """Allocate the weights' memory again; values are undefined until an update. Key-value caches grow as needed."""
         if "weights" in parts:
             self._memory.restore()
         if "kv_cache" in parts and not self._memory.released:
@@ -202,7 +202,7 @@ class TransformersEngine:
 
     @contextmanager
     def update(self, weights: Version) -> Iterator[None]:
-        """Allow changes of the model inside the block (after `touch`), and commit `weights` at its end."""
+        """Let the block change the model's weights, after a call of `touch`, and then serve version `weights`."""
         with self.gate.update(weights):
             yield
             for sample in self._samples():
@@ -236,7 +236,7 @@ class TransformersEngine:
                 self._run_or_fail(self._batch.samples, self._step)
 
     def _wait_for_work(self) -> bool:
-        """Wait until there are samples and the gate is open. Returns False if the engine stops."""
+        """Wait until samples can run: there are some and the gate admits them. Returns False if the engine stops."""
         gate = self.gate
         with gate.changed:
             while not self._stopping:
@@ -287,7 +287,7 @@ class TransformersEngine:
             self._batch = self._batch or begun
 
     def _see(self, group: list[RunningSample]) -> bool:
-        """Prepare the media of a group's prompt. On an error, fail only this request and return False."""
+        """Decode the media of a request's prompt for its samples. On an error, fail this request and return False."""
         try:
             seen = see(group[0].request, self._vision)
         except EngineError as error:
@@ -364,7 +364,7 @@ class TransformersEngine:
         return self._decode(sample.tokens[:-1] if sample.finish_reason == "stop" else sample.tokens)
 
     def _take_out(self, request_ids: set[str]) -> list[RunningSample]:
-        """Remove requests from the batch and the queue, and clear `request_ids`. Returns their samples."""
+        """Remove requests from the batch and the queue, and return their samples. Clears `request_ids`."""
         if not request_ids:
             return []
         removed = [sample for sample in self._samples() if sample.request.request_id in request_ids]
@@ -385,7 +385,7 @@ class TransformersEngine:
         self._report(samples)
 
     def _run_or_fail(self, samples: list[RunningSample], work: Callable[[], None]) -> None:
-        """Run `work`; if it raises, fail the samples' requests. Others continue."""
+        """Run `work`; if it raises, fail the requests of `samples`. Other requests continue."""
         try:
             work()
         except Exception as error:

@@ -51,7 +51,7 @@ _FILE_NAMES: Mapping[str, Mapping[str, str]] = {
         "lm_head.": "thinker.lm_head.",
     }
 }
-"""By model type: prefixes of tensor names in the model, with the prefixes that the same tensors have in files."""
+"""Prefixes of tensor names in the model, mapped to the prefixes in checkpoint files; by model type."""
 
 
 def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
@@ -60,11 +60,12 @@ def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
 
 
 _STACKED = {"qwen3_vl_moe": True, "qwen3_5_moe": False, "qwen3_5_moe_text": False}
-"""Model types whose files have a layer's experts in one tensor; True: transposed, [experts, inputs, outputs]."""
+"""Model types whose checkpoint files store a layer's experts in one tensor. True: as [experts, inputs, outputs],
+which is transposed."""
 
 
 def _file_views(name: str, tensor: torch.Tensor, model_type: str) -> dict[str, torch.Tensor]:
-    """Return views of a parameter, named and shaped like the tensors in files, such as one per expert."""
+    """Return views of a parameter, with the names and shapes of checkpoint tensors, such as one view per expert."""
     prefix, _, leaf = name.rpartition(".")
     if leaf not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
         return {name: tensor}
@@ -192,11 +193,11 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 STAGING_MEMORY = 1.5
-"""Minimum ratio of free memory to a broadcast's size at which the whole broadcast is staged."""
+"""Free memory above which a whole broadcast is staged, as a multiple of the broadcast's size."""
 
 
 class TransformersProcess(EngineProcess[TransformersEngine]):
-    """Runs a TransformersEngine."""
+    """Engine process that serves a TransformersEngine to the rollout service."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +285,7 @@ class TransformersProcess(EngineProcess[TransformersEngine]):
 
 
 def main() -> None:
-    """Serve the parent until it ends."""
+    """Serve the engine to the parent process until the parent ends."""
     read_arguments()
     transformers_logging.disable_progress_bar()
     TransformersProcess().serve()

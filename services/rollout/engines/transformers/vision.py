@@ -23,9 +23,9 @@ from services.rollout.engines.seen_prompts import SeenPrompt, read_model_vision
 TOWERS = ("model.visual.", "model.audio_tower.")
 """Prefixes of the names of tower parameters."""
 KEPT_BYTES = 1 << 30
-"""Maximum bytes of cached tower outputs."""
+"""Maximum size of the cached tower outputs, in bytes."""
 THINKERS = {"qwen3_omni_moe": Qwen3OmniMoeThinkerForConditionalGeneration}
-"""Class to load, by model type, for models with parts besides the text generator, such as Qwen3-Omni's talker."""
+"""Model class to load, by model type, if only a part of the model generates text: Qwen3-Omni's thinker."""
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, VisionModel | None]:
@@ -42,9 +42,9 @@ def load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Visio
 def tower_rows(
     model: PreTrainedModel, outputs: TowerOutputs, prompts: Sequence[SeenPrompt]
 ) -> dict[str, list[torch.Tensor]]:
-    """Return the towers' outputs for the prompts' media, by hash (`parts_of`).
+    """Return the towers' outputs for the prompts' media, by the hash of each medium (`parts_of`).
 
-    Each tensor is [rows, hidden], on the model's device. The first contains the embeddings of the media's tokens; for
+    Each tensor is [rows, hidden], on the model's device. A medium's first tensor has the embeddings of its tokens; for
     images and videos, tensors for DeepStack follow.
     """
     runs = {
@@ -76,9 +76,9 @@ def embed(
     prompts: Sequence[SeenPrompt | None],
     paddings: Sequence[int],
 ) -> dict[str, Any]:
-    """Return the language model's inputs for ids [rows, T]: embeddings of tokens, and tower outputs in media's places.
+    """Return the language model's inputs for token ids [rows, T]: embeddings, with tower outputs at media tokens.
 
-    The places come from the prompt's layout: a search for media tokens might find others in a continued answer.
+    Media tokens are located by the prompt's layout: a search by id might find others in a continued answer.
     """
     shown = [prompt for prompt in prompts if prompt is not None]
     rows = tower_rows(model, towers, shown)
