@@ -26,11 +26,14 @@ REDIS_WAIT_SECONDS = 30.0
 
 
 class CannotStart(Exception):
-    """The coordinator can't start; the message is the reason."""
+    """The coordinator can't start. The exception's message has the reason."""
 
 
 def connect(redis_url: str) -> Store:
-    """Wait for Redis, start a new term and return the store. Raises CannotStart."""
+    """Connect to Redis, waiting until it answers, begin a new term as coordinator, and return the store.
+
+    Raises CannotStart.
+    """
     store = Store(redis_url)
     deadline = time.monotonic() + REDIS_WAIT_SECONDS
     warned = False
@@ -65,14 +68,14 @@ def connect(redis_url: str) -> Store:
 
 
 async def serve(settings: ServiceSettings) -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Run the coordinator until SIGTERM or SIGINT."""
     store = await asyncio.to_thread(connect, settings.redis)
     coordinator = CoordinatorProcess(settings, AsyncStore(store))
     await coordinator.run()
 
 
 def main() -> int:
-    """Run the service and return the exit code."""
+    """Run the coordinator and return the exit code."""
     settings = parse_settings("coordinator")
     telemetry.setup_logging(settings.replica_id, settings.log_level)
     telemetry.setup("coordinator", settings.replica_id)

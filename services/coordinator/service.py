@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 async def record_board(board: AsyncBoard) -> None:
-    """Record group counts and the queue length of every stage. Raises BoardError."""
+    """Record a run's group counts and the queue length of every stage as metrics. Raises BoardError."""
     run = {"relaxd.run_id": board.run_id}
     counts = await board.counts()
     for name, value in (("published", counts.published), ("open", counts.open), ("trained", counts.trained)):
@@ -47,13 +47,13 @@ async def record_board(board: AsyncBoard) -> None:
 HEARTBEATS_PER_LEASE = 6
 HOUSEKEEPING_SECONDS = 1.0
 THREADS = 16
-"""Number of threads for files, tokenisation and long ledgers. Calls to Redis are awaited in the event loop."""
+"""Number of threads for files, tokenisation and long ledgers. Other calls to Redis are awaited in the event loop."""
 RETENTION_SECONDS = 60.0
-"""Seconds between two deletions of expired runs."""
+"""Seconds between two rounds that delete expired runs."""
 
 
 class CoordinatorProcess:
-    """One coordinator process."""
+    """The coordinator process, with its services and background tasks."""
 
     def __init__(self, settings: ServiceSettings, store: AsyncStore) -> None:
         self._settings = settings
@@ -74,7 +74,8 @@ class CoordinatorProcess:
         self._started = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
-        """Serve until a signal. Raises Superseded, Fenced: a newer coordinator has taken over; ServerError."""
+        """Serve until the process gets a signal to end. Raises Superseded or Fenced if a newer coordinator has taken
+        over; ServerError."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="shared"))
         stop = stop_signals()
         services = [
@@ -140,7 +141,8 @@ class CoordinatorProcess:
             self._failed.set_exception(error)
 
     async def _housekeeping(self) -> None:
-        """Close unused channels, record metrics and detect a newer coordinator."""
+        """Regularly close unused channels and record metrics. Raises Superseded if a newer coordinator has taken
+        over."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)  # idle: looks again
             replicas = self._registry.all()
@@ -161,7 +163,7 @@ class CoordinatorProcess:
                 raise Superseded("a newer coordinator has taken over")
 
     async def _delete_expired_runs(self) -> None:
-        """Delete expired runs at a fixed interval."""
+        """Delete expired runs every RETENTION_SECONDS."""
         while True:
             try:
                 await self._manager.delete_expired()
@@ -183,7 +185,7 @@ class CoordinatorProcess:
         )
 
     def _drain(self, seconds: float) -> "asyncio.Future[int]":
-        """Return a completed drain: all state is in Redis, so nothing has to be finished."""
+        """Return a drain that is already complete: all state is in Redis, so nothing has to be finished."""
         drained: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         drained.set_result(0)
         return drained

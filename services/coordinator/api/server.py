@@ -54,9 +54,9 @@ from services.coordinator.state.store import read_board
 MAX_REASON_BYTES = 2000
 MAX_PAGE = 1000
 SAMPLE = re.compile(r"[^/\n]+/[0-9]{1,18}-[0-9]{1,18}", re.ASCII)
-"""Name of a sample: the run's id, a slash and the sample's key on the board."""
+"""Pattern of a sample's name: the run's id, a slash and the sample's key on the board."""
 DRAIN_SECONDS = 25.0
-"""Maximum deadline of a drain, in seconds; also the default."""
+"""Maximum time for a replica's drain, in seconds; also the default."""
 
 
 class CoordinatorService(CoordinatorServicer):
@@ -90,7 +90,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.StartRunResponse(run=await self._manager.message(record))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunResponse:
-        """Return a run; without an id, the newest."""
+        """Return a run. If the request has no run id, return the newest run."""
         checked_run_id(request.run_id)
         return pb.GetRunResponse(run=await self._manager.message(await self._manager.record(request.run_id)))
 
@@ -126,19 +126,19 @@ class CoordinatorService(CoordinatorServicer):
         return pb.StopRunResponse(run=await self._manager.message(active.record))
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
-        """Delete a run that has ended from Redis; its folder stays."""
+        """Delete an ended run from Redis. The run's folder stays."""
         await self._manager.delete(checked_run_id(request.run_id, optional=False))
         return pb.DeleteRunResponse()
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
-        """Return numbers of a run's steps, from its metrics.jsonl."""
+        """Return metrics of a run's steps, from its metrics.jsonl."""
         check_metrics_request(request)
         record = await self._manager.record(request.run_id)
         series = await asyncio.to_thread(read_series, Path(record.folder), request)
         return pb.GetMetricsResponse(series=series)
 
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Any) -> pb.ListSamplesResponse:
-        """Return a page of trained samples, newest first."""
+        """Return a page of a run's trained samples, newest first."""
         violations = Violations()
         check_run_id(request.run_id, violations)
         violations.check(request.step >= 0, "step", "must not be negative; 0 means the newest samples")
@@ -186,7 +186,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.SaveCheckpointResponse(path=saved.path, weights=saved.weights)
 
     async def RestoreRun(self, request: pb.RestoreRunRequest, context: Any) -> pb.RestoreRunResponse:
-        """From its folder, restore a run that Redis lost or extend an ended run; then resume it."""
+        """Restore a run that Redis lost, or extend an ended run, from the run's folder. Then resume the run."""
         violations = Violations()
         violations.check(request.steps >= 0, "steps", "must not be negative; 0 leaves the run's steps as they are")
         violations.raise_if_any()
@@ -269,7 +269,7 @@ class CoordinatorService(CoordinatorServicer):
             yield message
 
     async def DrainReplica(self, request: pb.DrainReplicaRequest, context: Any) -> pb.DrainReplicaResponse:
-        """Ask a replica to finish its groups and take no more."""
+        """Ask a replica to finish its groups and take no new ones."""
         replica = self._require_replica(request.replica_id)
         await self._registry.drain(replica)
         try:
@@ -308,7 +308,7 @@ class CoordinatorService(CoordinatorServicer):
     # --- weights --------------------------------------------------------------------------------------------------
 
     async def AnnounceVersion(self, request: pb.AnnounceVersionRequest, context: Any) -> pb.AnnounceVersionResponse:
-        """Record a new weight version; its synchronisation follows."""
+        """Record the trainer's new weight version; its synchronisation follows."""
         check_announcement(request)
         await self._manager.require_active(request.run_id).sync.announce(
             Announcement(
@@ -321,7 +321,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.AnnounceVersionResponse()
 
     async def SyncWeights(self, request: pb.SyncWeightsRequest, context: Any) -> pb.SyncWeightsResponse:
-        """Wait until every engine has the newest version."""
+        """Wait until all engines have the newest weight version."""
         active = self._manager.require_active(checked_run_id(request.run_id))
         started = time.monotonic()
         if active.sync.announced is None:
@@ -342,7 +342,7 @@ class CoordinatorService(CoordinatorServicer):
         )
 
     async def GetWeights(self, request: pb.GetWeightsRequest, context: Any) -> pb.GetWeightsResponse:
-        """Return the version that each engine serves."""
+        """Return the weight version that each engine serves."""
         active = self._manager.require_active(checked_run_id(request.run_id))
         sync = active.sync
         response = pb.GetWeightsResponse(
@@ -359,19 +359,19 @@ class CoordinatorService(CoordinatorServicer):
     # --- scaling --------------------------------------------------------------------------------------------------
 
     async def ScaleOut(self, request: scaling_pb2.ScaleOutRequest, context: Any) -> scaling_pb2.ScaleOutResponse:
-        """Start to add replicas."""
+        """Begin a scale request that adds replicas."""
         record = await self._scaler.accept(request.request_id, scale_out_spec(request), dry_run=request.dry_run)
         return scaling_pb2.ScaleOutResponse(request=scale_message(record))
 
     async def ScaleIn(self, request: scaling_pb2.ScaleInRequest, context: Any) -> scaling_pb2.ScaleInResponse:
-        """Start to remove replicas."""
+        """Begin a scale request that removes replicas."""
         record = await self._scaler.accept(request.request_id, scale_in_spec(request), dry_run=request.dry_run)
         return scaling_pb2.ScaleInResponse(request=scale_message(record))
 
     async def GetScaleRequest(
         self, request: scaling_pb2.GetScaleRequestRequest, context: Any
     ) -> scaling_pb2.GetScaleRequestResponse:
-        """Return one scale request; without an id, the newest."""
+        """Return a scale request. If the request has no id, return the newest scale request."""
         return scaling_pb2.GetScaleRequestResponse(request=scale_message(self._scaler.log.get(request.request_id)))
 
     async def ListScaleRequests(
@@ -390,7 +390,7 @@ class CoordinatorService(CoordinatorServicer):
     async def CancelScaleRequest(
         self, request: scaling_pb2.CancelScaleRequestRequest, context: Any
     ) -> scaling_pb2.CancelScaleRequestResponse:
-        """Cancel a scale request and roll its replicas back."""
+        """Cancel a scale request, and undo what it has done to its replicas."""
         record = await self._scaler.log.cancel(request.request_id)
         return scaling_pb2.CancelScaleRequestResponse(request=scale_message(record))
 
@@ -424,7 +424,8 @@ class CoordinatorService(CoordinatorServicer):
         return scaling_pb2.SetAutoscalerResponse(autoscaler=self._autoscaler.describe(active))
 
     def _own_replica(self, replica_id: str, deed: str, hint: str) -> Replica:
-        """Return a replica after checking that the caller may act for it; `deed`: the intended action, for errors."""
+        """Return a replica after checking that the caller may act for it. `deed` is the intended action, for error
+        messages."""
         replica = self._require_replica(replica_id, hint)
         speak_for(replica.registration.role, f"{deed} {replica_id}")
         return replica
@@ -450,7 +451,8 @@ class KedaServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
         return keda_pb.IsActiveResponse(result=True)
 
     async def GetMetricSpec(self, request: keda_pb.ScaledObjectRef, context: Any) -> keda_pb.GetMetricSpecResponse:
-        """Return the metric with a target of 1 per replica, so that its value equals the number of replicas."""
+        """Return the specification of the metric: a target of 1 per replica, so that its value equals the number of
+        replicas."""
         return keda_pb.GetMetricSpecResponse(
             metricSpecs=[keda_pb.MetricSpec(metricName=KEDA_METRIC, targetSize=1, targetSizeFloat=1.0)]
         )

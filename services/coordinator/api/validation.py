@@ -39,7 +39,7 @@ MAX_DRAIN_SECONDS = 3600.0
 
 
 def checked_run_id(run_id: str, *, optional: bool = True) -> str:
-    """Return a valid run id; with `optional` it may be empty."""
+    """Return `run_id` after checking its form. With `optional` it may be empty."""
     violations = Violations()
     check_run_id(run_id, violations, optional=optional)
     violations.raise_if_any()
@@ -138,7 +138,7 @@ def check_announcement(request: pb.AnnounceVersionRequest) -> None:
 
 
 def scale_out_spec(request: scaling_pb2.ScaleOutRequest) -> ScaleSpec:
-    """Check a ScaleOut request and convert it."""
+    """Check a ScaleOut request and convert it to a ScaleSpec."""
     violations = Violations()
     _check_common(request.request_id, request.role, request.replicas, violations)
     _check_one_of(request, ("replicas", "addresses", "sglang_urls"), violations)
@@ -167,7 +167,7 @@ def scale_out_spec(request: scaling_pb2.ScaleOutRequest) -> ScaleSpec:
 
 
 def scale_filter(message: scaling_pb2.ScaleFilter) -> ScaleFilter:
-    """Check the filter of a request and convert it."""
+    """Check a request's filter of scale requests and convert it to a ScaleFilter."""
     violations = Violations()
     if message.role:
         check_role(message.role, SCALABLE_ROLES, violations, "filter.role")
@@ -185,7 +185,7 @@ def scale_filter(message: scaling_pb2.ScaleFilter) -> ScaleFilter:
 
 
 def autoscale_mode(request: scaling_pb2.SetAutoscalerRequest) -> str:
-    """Check a SetAutoscaler request and return the mode."""
+    """Check a SetAutoscaler request and return the mode's name."""
     violations = Violations()
     check_run_id(request.run_id, violations, optional=True)
     known = request.mode in scaling_pb2.AutoscaleMode.values() and request.mode
@@ -195,7 +195,7 @@ def autoscale_mode(request: scaling_pb2.SetAutoscalerRequest) -> str:
 
 
 def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:
-    """Check a ScaleIn request and convert it."""
+    """Check a ScaleIn request and convert it to a ScaleSpec."""
     violations = Violations()
     _check_common(request.request_id, request.role, request.replicas, violations)
     _check_one_of(request, ("replicas", "replica_ids"), violations)
@@ -220,7 +220,7 @@ def _check_common(request_id: str, role: str, replicas: int, violations: Violati
 
 
 def _check_one_of(request: Message, fields: Sequence[str], violations: Violations) -> None:
-    """Check that exactly one of these fields is given; the first is a number, the others are lists."""
+    """Check that exactly one of several fields is given. The first field is a number, the other fields are lists."""
     given = [name for name in fields if getattr(request, name)]
     violations.check(given, fields[0], f"must be at least 1, or {' or '.join(fields[1:])} must be given")
     for name in given[1:]:

@@ -27,23 +27,23 @@ from services.coordinator.state.store import read_in_thread
 TOKEN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 TICK_SECONDS = 0.25
 SILENCE_SECONDS = 1.0
-"""Maximum seconds between two messages."""
+"""Maximum seconds between two messages to a watcher."""
 STEPS_AT_ONCE = 200
-"""Maximum number of steps in one message: a watcher may resume after a long time."""
+"""Maximum number of steps in one message. A watcher may have missed many when it resumes after a long time."""
 SELDOM_NEW: tuple[Literal["config_json", "health"], ...] = ("config_json", "health")
 """Large fields of a run that are omitted from a message with the whole run if they haven't changed."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """One read of a run's message, in progress or done."""
+    """One read of a run's message from Redis, in progress or done."""
 
     glance: RunDigest
     began: float
     message: "asyncio.Task[pb.Run]"
 
     def serves(self, glance: RunDigest, now: float) -> bool:
-        """Return True if the read has this digest and is in progress or less than TICK_SECONDS old."""
+        """Return True if the read was for this digest, and is in progress or less than TICK_SECONDS old."""
         if self.glance != glance or not self.message.done():
             return self.glance == glance
         failed = self.message.cancelled() or self.message.exception() is not None
@@ -51,14 +51,14 @@ class _Read:
 
 
 class RunFeed:
-    """Produces the messages of WatchRun; all watchers of a run share one read of Redis."""
+    """Produces the messages of WatchRun. All watchers of a run share one read from Redis."""
 
     def __init__(self, manager: RunManager) -> None:
         self._manager = manager
         self._reads: dict[str, _Read] = {}
 
     async def message(self, record: RunRecord, glance: RunDigest) -> pb.Run:
-        """Return a message that is at most TICK_SECONDS old and not older than the digest. Raises Unavailable."""
+        """Return a run's message that is at most TICK_SECONDS old and not older than the digest. Raises Unavailable."""
         now = time.monotonic()
         self._reads = {run_id: read for run_id, read in self._reads.items() if now - read.began < MAX_WATCH_SECONDS}
         read = self._reads.get(record.run_id)
@@ -69,7 +69,8 @@ class RunFeed:
         return await asyncio.shield(read.message)
 
     async def watch(self, changed: Signal, request: pb.WatchRunRequest) -> AsyncIterator[pb.WatchRunResponse]:
-        """Yield the run at once, at every visible change and at least every second, until the time or the run ends.
+        """Yield a run's state at once, at every visible change and at least every second, until the time or the run
+        ends.
 
         The resume token contains the last step sent and, if there was one, the last event: "7", "7-2".
         """
@@ -121,9 +122,9 @@ class RunFeed:
 
 
 def _message(before: pb.Run | None, run: pb.Run, *, only_changes: bool) -> pb.WatchRunResponse:
-    """Return the message for a watcher who was sent `before` last.
+    """Return the next message for a watcher to whom the state `before` was sent last.
 
-    gRPC asks for the next message when the watcher has room for it, so one who reads slowly gets merged changes.
+    gRPC asks for the next message when the watcher has room for it, so a watcher who reads slowly gets merged changes.
     """
     if before is not None and only_changes:
         return changes(before, run)
@@ -137,13 +138,13 @@ def _message(before: pb.Run | None, run: pb.Run, *, only_changes: bool) -> pb.Wa
 
 
 def _look_at_error(task: "asyncio.Task[pb.Run]") -> None:
-    """Retrieve the error of a read whose watchers have all left, so that asyncio doesn't log it."""
+    """Retrieve the error of a read that no watcher awaits any more, so that asyncio doesn't log it."""
     if not task.cancelled():
         task.exception()
 
 
 def _parts(token: str) -> tuple[int | None, int | None]:
-    """Split a resume token into step and event; None: from now on."""
+    """Split a resume token into the last step and the last event that were sent; None without a token: from now on."""
     match = TOKEN.fullmatch(token)
     if match is None:
         return None, None
@@ -151,14 +152,16 @@ def _parts(token: str) -> tuple[int | None, int | None]:
 
 
 LOOK_SECONDS = 1.0
-"""Maximum seconds between two checks of the registry, whose signal omits some changes, such as of a replica's
-detail."""
+"""Maximum seconds between two checks of the registry.
+
+Some changes, such as of a replica's detail, come without a signal.
+"""
 MAX_GONE = 1000
-"""Maximum number of a role's removed replicas to remember."""
+"""Maximum number of removed replicas per role to remember."""
 
 
 class RoleChanges:
-    """The replicas of a role at the last check, each with the number of its last change.
+    """Tracks the replicas of a role: their state at the last check, and the number of each replica's last change.
 
     One check serves all watchers. Watchers that have seen the same change number get the same message.
     """
@@ -170,12 +173,13 @@ class RoleChanges:
         coordinators."""
         self._replicas: dict[str, tuple[int, CallableReplica]] = {}
         self._gone: dict[str, int] = {}
-        """Number of the change that removed each replica, in order."""
+        """Number of the change that removed each replica, by replica id, in order."""
         self._messages: dict[int, WatchReplicasResponse] = {}
-        """Cached messages up to change `number`, by the change number after which they begin."""
+        """Cached messages by the change number after which they begin. Each message has all changes up to `number`."""
 
     def look(self, replicas: Iterable[Replica]) -> None:
-        """Compare the replicas with those of the last check."""
+        """Record which of the given replicas were added, changed or removed since the last check, and wake the
+        watchers."""
         number = self.number + 1
         now = {replica.replica_id: callable_replica(replica) for replica in replicas}
         gone = self._replicas.keys() - now.keys()
@@ -192,7 +196,7 @@ class RoleChanges:
         self.changed.fire()
 
     def since(self, number: int) -> WatchReplicasResponse:
-        """Return the changes after a change number; all replicas if those changes aren't known."""
+        """Return the changes after change number `number`, or all replicas if those changes aren't known."""
         if complete := not self._oldest <= number <= self.number:
             number = 0
         if number not in self._messages:
@@ -211,10 +215,10 @@ class ReplicaFeed:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._roles: dict[str, RoleChanges] = {}
-        """Changes by role, for every role watched so far."""
+        """Changes of each role's replicas, for every role watched so far."""
 
     async def look_forever(self) -> None:
-        """Check the registry whenever it changes."""
+        """Look for changed replicas whenever the registry signals a change, and at least every LOOK_SECONDS."""
         news = self._registry.changed.follow()
         while True:
             for role, seen in self._roles.items():
@@ -222,7 +226,8 @@ class ReplicaFeed:
             await news.wait(LOOK_SECONDS)  # idle: nothing is new
 
     async def watch(self, role: str, after: int, seconds: float) -> AsyncIterator[WatchReplicasResponse]:
-        """Yield the changes since change number `after` at once, then each further change for `seconds`."""
+        """Yield the changes of a role's replicas after change number `after` at once, then each further change for
+        `seconds`."""
         end = time.monotonic() + seconds
         if role not in self._roles:
             self._roles[role] = RoleChanges()
@@ -239,7 +244,7 @@ class ReplicaFeed:
 
 
 def callable_replica(replica: Replica) -> CallableReplica:
-    """Return the message about a replica for its callers."""
+    """Return the message that tells a replica's callers about the replica."""
     status = replica.status
     weights = status.weights if status.HasField("weights") else None
     return CallableReplica(

@@ -1,4 +1,4 @@
-"""Requests checkpoints from the trainer and waits for those of a critic."""
+"""Requests checkpoints from the trainer and waits for a critic's checkpoints."""
 
 import asyncio
 import logging
@@ -24,11 +24,11 @@ POLL_SECONDS = 0.3
 
 
 class NoCriticCheckpoint(Exception):
-    """The critic has not saved a checkpoint; the message says why the wait was given up."""
+    """The critic has not saved the checkpoint. The exception's message says why the wait was given up."""
 
 
 class CriticPatience:
-    """Decides how long to wait for a critic, which may die, restart and repeat steps meanwhile."""
+    """Decides how long to wait for a critic's checkpoint. The critic may die, restart and repeat steps meanwhile."""
 
     def __init__(
         self,
@@ -39,15 +39,15 @@ class CriticPatience:
         max_restarts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the wait.
+        """Start to wait for the critic's checkpoint.
 
         Args:
-            away_seconds: maximum time without any critic.
-            failed_seconds: maximum time for which a critic may report that it has failed; it retries meanwhile.
-            still_seconds: maximum time without a change in the critic's reports, such as while it writes the
+            away_seconds: maximum seconds without any critic.
+            failed_seconds: maximum seconds for which a critic may report that it has failed; it retries meanwhile.
+            still_seconds: maximum seconds without a change in the critic's reports, such as while it writes the
                 checkpoint.
             max_restarts: maximum number of times that a new process replaces the critic.
-            clock: returns monotonic seconds.
+            clock: function that returns monotonic seconds.
         """
         self._limits = away_seconds, failed_seconds, still_seconds, max_restarts
         self._clock = clock
@@ -57,7 +57,7 @@ class CriticPatience:
         self._last: tuple[object, ...] = ()
 
     def exhausted(self, critic: Replica | None) -> str:
-        """Return the reason to stop waiting, or "" to go on. Poll it more often than once per lease.
+        """Return the reason to stop waiting, or "" to go on. Call it more often than once per lease duration.
 
         `critic`: the run's newest critic, if any.
         """
@@ -94,7 +94,7 @@ async def await_critic(context: RunContext, run_folder: Path, step: int, *, kept
     Args:
         context: the run.
         run_folder: the run's folder.
-        step: the step.
+        step: the checkpoint's step.
         kept: True to accept only checkpoints that are never removed.
 
     Raises:
@@ -130,8 +130,10 @@ def _has_checkpoint(run_folder: Path, step: int, kept: bool) -> bool:
 
 
 async def save_candidate(context: RunContext, version: int) -> None:
-    """Have the trainer save a checkpoint of the version under evaluation, as a candidate for the best one. The trainer
-    has these weights only until its next step ends."""
+    """Have the trainer save a checkpoint of the version under evaluation, as a candidate for the best version.
+
+    The trainer has these weights only until its next step ends.
+    """
     try:
         saved = await save_checkpoint(context, rotate=True)
     except RpcError as error:
@@ -145,7 +147,7 @@ async def save_candidate(context: RunContext, version: int) -> None:
 
 
 async def save_checkpoint(context: RunContext, *, rotate: bool) -> TrainerSaveCheckpointResponse:
-    """Have the run's trainer save a checkpoint, without a time limit. Without `rotate` it is never removed.
+    """Have the run's trainer save a checkpoint, without a time limit. Without `rotate` the checkpoint is never removed.
 
     Raises Unavailable: no trainer is ready, or the trainer is lost meanwhile; FailedPrecondition: the trainer refuses;
     ResourceExhausted: the trainer's disk is full.

@@ -1,4 +1,4 @@
-"""Allocation of GPUs: the replicas that hold them, and the choice of GPUs for a lease."""
+"""Allocation of GPUs: records of the replicas that hold GPUs, and the choice of GPUs for a lease."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -6,28 +6,29 @@ from relaxd.roles import ROLES, ROLLOUT, TRAINER
 from relaxd.rpc.errors import ResourceExhausted
 
 OWN = "/own"
-"""Suffix of a GPU's UUID in the holder records of a replica that never takes turns."""
+"""Suffix of a GPU's UUID in the holder record of a replica that never takes turns on the GPU with other replicas."""
 SHARED = "/shared"
 """Suffix of a GPU's UUID in the holder record of a colocated run's engine: the run's trainer may hold the GPU, too."""
 PART = "@"
 """First character of the suffix for a share of a GPU: "@judge:0.3" contains the holder's role and share, so that each
-holder of a share has a separate record. No UUID contains this character. In a colocated run it follows SHARED."""
+holder of a share has a separate record. No UUID contains this character. In a colocated run the suffix follows
+SHARED."""
 ROUNDING = 1e-9
-"""Maximum rounding error of the sum of a GPU's shares: 0.33 + 0.56 + 0.11 is above 1."""
+"""Tolerance for rounding errors in the sum of a GPU's shares: 0.33 + 0.56 + 0.11 is above 1."""
 
 
 def uuid_of(record: str) -> str:
-    """Return the UUID in a holder record's key."""
+    """Return the GPU UUID in a holder record."""
     return record.partition(PART)[0].removesuffix(OWN).removesuffix(SHARED)
 
 
 def share_of(record: str) -> float:
-    """Return the GPU share in a holder record's key; 1 is the whole GPU."""
+    """Return the share of the GPU in a holder record; 1 is the whole GPU."""
     return float(record.rpartition(":")[2]) if PART in record else 1.0
 
 
 def suffix_for(role: str, *, shared: bool, share: float = 1.0) -> str:
-    """Return the suffix for the holder records of GPUs that a replica of this role leases."""
+    """Return the suffix that marks the GPUs of a replica of this role in holder records."""
     if share < 1:
         return f"{SHARED if shared else ''}{PART}{role}:{share!r}"
     if not ROLES[role].takes_turns:
@@ -38,7 +39,7 @@ def suffix_for(role: str, *, shared: bool, share: float = 1.0) -> str:
 def seen_by(
     replica_id: str, role: str, holders: Mapping[str, str], *, shared: bool, share: float = 1.0
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the holders that exclude a replica from a GPU, by UUID, and the GPUs that the replica should prefer.
+    """Return the ids of replicas that exclude a replica from a GPU, by GPU UUID, and the GPUs that it should prefer.
 
     A replica that doesn't take turns excludes all others. Among the other replicas of a colocated run, only engines
     exclude an engine, and only non-engines exclude the trainer. A replica with a share of a GPU excludes replicas of
@@ -46,9 +47,9 @@ def seen_by(
     above 1.
 
     Args:
-        replica_id: the replica; it counts as the holder of its own GPUs unless another holder excludes it.
-        role: its role.
-        holders: replica ids by record.
+        replica_id: the replica that wants GPUs; it counts as the holder of its own GPUs unless another excludes it.
+        role: the replica's role.
+        holders: ids of the replicas that hold GPUs, by holder record.
         shared: True if the run is colocated.
         share: wanted share of each GPU.
     """
@@ -71,9 +72,9 @@ def seen_by(
 
 
 def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[str, str]:
-    """Return the holders of shares, by UUID, that exclude a replica of this role and wanted share.
+    """Return the holders of GPU shares, by GPU UUID, that exclude a replica with this role and wanted share.
 
-    Several holders of one GPU become one text for the error message of `choose`.
+    Several holders of the same GPU are joined to one text for the error message of `choose`.
     """
     by_gpu: dict[str, list[str]] = {}
     for record in parts:
@@ -88,13 +89,13 @@ def _excluding_parts(role: str, parts: Mapping[str, str], share: float) -> dict[
 
 
 def _seen_whole(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
-    """Return the holders that keep a replica from whole GPUs, by UUID, and the GPUs that it should prefer.
+    """Return the replicas that keep a replica from whole GPUs, by GPU UUID, and the GPUs that it should prefer.
 
-    Considers only holders of whole GPUs; `_excluding_parts` considers those of shares.
+    Considers only holders of whole GPUs; `_excluding_parts` considers holders of shares.
 
     Args:
         role: the replica's role.
-        holders: ids of the replicas that hold whole GPUs, by record.
+        holders: ids of the replicas that hold whole GPUs, by holder record.
         shared: True if the run is colocated.
     """
     own = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(OWN)}
@@ -115,11 +116,11 @@ def choose(
     preferred: Collection[str] = (),
     share: float = 1.0,
 ) -> list[str]:
-    """Choose `count` candidates for a replica: first GPUs that it holds, then free `preferred` GPUs, then other free
-    GPUs.
+    """Choose `count` GPUs for a replica from `candidates`: first GPUs that it holds, then free `preferred` GPUs, then
+    others.
 
-    Returns them in the order of the candidates. `holders`: replica ids by GPU UUID. Raises ResourceExhausted, naming
-    the holders.
+    Returns their UUIDs in the order of `candidates`. `holders`: replica ids by GPU UUID. Raises ResourceExhausted,
+    naming the holders, if too few are free.
     """
     held = [uuid for uuid in candidates if holders.get(uuid) == replica_id]
     free = sorted((uuid for uuid in candidates if uuid not in holders), key=lambda uuid: uuid not in preferred)
@@ -136,7 +137,7 @@ def choose(
 
 
 def could_choose(replica_id: str, candidates: Sequence[str], count: int, holders: Mapping[str, str]) -> bool:
-    """Return whether `choose` would succeed."""
+    """Return True if `choose` would find enough GPUs."""
     return sum(holders.get(uuid, replica_id) == replica_id for uuid in candidates) >= count
 
 
@@ -145,32 +146,35 @@ def _gpus(count: int) -> str:
 
 
 class GpuHolders:
-    """Index of GPU leases: holders by record (a GPU's UUID and a suffix for the kind of lease), and the reverse.
+    """Index of GPU leases: replica ids by holder record (a GPU's UUID and a suffix for the kind of lease), and the
+    reverse.
 
     A lookup takes time in proportion to its result, not to the number of GPUs in the fleet.
     """
 
     def __init__(self, holders: Mapping[str, str]) -> None:
-        """`holders`: replica ids by record."""
+        """Create the index. `holders` has replica ids by holder record."""
         self._holders: dict[str, str] = {}
         self._records: dict[str, dict[str, None]] = {}
-        """Records of each holder, oldest lease first."""
+        """Holder records of each replica, by replica id, oldest lease first."""
         self._of_gpu: dict[str, dict[str, None]] = {}
-        """Records by UUID."""
+        """Holder records of each GPU, by UUID."""
         for record, replica_id in holders.items():
             self._add(record, replica_id)
 
     def of(self, replica_id: str) -> list[str]:
-        """Return the records that a replica holds, in the order in which it got them."""
+        """Return the holder records of a replica, oldest lease first."""
         return list(self._records.get(replica_id, ()))
 
     def among(self, uuids: Iterable[str]) -> dict[str, str]:
-        """Return the holders of these GPUs, by record."""
+        """Return the ids of the replicas that hold these GPUs, by holder record."""
         return {record: self._holders[record] for uuid in uuids for record in self._of_gpu.get(uuid, ())}
 
     def hold(self, replica_id: str, records: Sequence[str]) -> list[str]:
-        """Make a replica the holder of exactly these records; no other replica may hold them. Returns the records that
-        the replica lost."""
+        """Make a replica the holder of exactly these records, which no other replica may hold.
+
+        Returns the records that the replica held before and lost.
+        """
         freed = [record for record in self.of(replica_id) if record not in records]
         self.free(freed)
         for record in records:
@@ -178,7 +182,7 @@ class GpuHolders:
         return freed
 
     def free(self, records: Iterable[str]) -> None:
-        """Remove the holder of these records."""
+        """Remove these holder records."""
         for record in records:
             replica_id = self._holders.pop(record)
             for index, key in ((self._records, replica_id), (self._of_gpu, uuid_of(record))):

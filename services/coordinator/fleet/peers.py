@@ -1,4 +1,4 @@
-"""gRPC channels to replicas and the launcher, and limits of calls of unknown length."""
+"""gRPC channels to replicas and the launcher, and supervision of calls that may take arbitrarily long."""
 
 import asyncio
 import time
@@ -20,27 +20,29 @@ from relaxd.v1.trainer_pb2_grpc import TrainerStub
 from services.coordinator.fleet.registry import Registry, Replica
 
 KEPT_SECONDS = 900.0
-"""Seconds for which a channel to a lost replica stays open. Longer than any wait for a lost replica: closing a channel
-cancels its calls, and callers would mistake that for their own cancellation."""
+"""Seconds for which a channel to a lost replica stays open.
+
+This is longer than any wait for a lost replica: closing a channel cancels its calls, which callers would mistake for
+their own cancellation.
+"""
 
 JOIN_WEIGHT_GROUP = "/relaxd.v1.Rollout/JoinWeightGroup"
 Stub = TypeVar("Stub")
 
 
 class Peers:
-    """One channel per address, opened on first use."""
+    """Keeps one gRPC channel per address of a replica or launcher, opened on first use."""
 
     def __init__(self, token: str | None, tls: TlsFiles, term: int, stack: str | None = None) -> None:
-        """`token`: bearer token of every call, if any; `tls`: trusted CAs and the client certificate; `term`: the
-        coordinator's term; `stack`: the stack's identity (default: from the environment). Every call carries term and
-        stack."""
+        """Every call carries `token` as bearer token, if any, the coordinator's `term`, and `stack`, the stack's
+        identity (default: from the environment). `tls` has the trusted CAs and the client certificate."""
         self._token, self._tls, self._term = token, tls, term
         self._stack = stack
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, dict[Any, Any]] = {}
-        """Stubs by address and kind."""
+        """Stubs by address and stub class."""
         self._needed: dict[str, float] = {}
-        """Monotonic time at which each address was last in use, by address."""
+        """Monotonic time at which each address was last in use, in seconds."""
 
     def trainer(self, address: str) -> TrainerStub:
         """Return a stub for the trainer at an address."""
@@ -71,7 +73,7 @@ class Peers:
         return self._stub(LauncherStub, address)
 
     def join_weight_group(self, address: str, request: bytes, timeout: float) -> Awaitable[JoinWeightGroupResponse]:
-        """Call Rollout.JoinWeightGroup with an already encoded request."""
+        """Call Rollout.JoinWeightGroup with a request that is already encoded as bytes."""
         call = self._channel(address).unary_unary(
             JOIN_WEIGHT_GROUP, request_serializer=None, response_deserializer=JoinWeightGroupResponse.FromString
         )
@@ -79,7 +81,7 @@ class Peers:
         return answer
 
     async def forget(self, current: set[str]) -> None:
-        """Close channels of replicas that are long gone; `current`: the addresses in use."""
+        """Close channels of replicas that are long gone. `current` has the addresses in use."""
         now = time.monotonic()
         self._needed |= dict.fromkeys(current, now)
         for address in [a for a in self._channels if now - self._needed.setdefault(a, now) > KEPT_SECONDS]:
@@ -88,7 +90,7 @@ class Peers:
             await self._channels.pop(address).close(None)
 
     async def close(self) -> None:
-        """Close every channel."""
+        """Close the channels to all addresses."""
         self._stubs.clear()
         while self._channels:
             await self._channels.popitem()[1].close(None)
@@ -116,15 +118,15 @@ POLL_SECONDS = 0.5
 
 
 class NoAnswer(Exception):
-    """The replica is gone, or makes no progress."""
+    """A call got no answer: the replica is gone, or makes no progress."""
 
 
 async def answer(
     call: Awaitable[Result], replica: Replica, registry: Registry, stall_seconds: float = float("inf")
 ) -> Result:
-    """Await a call to a replica; cancel it once the replica is gone or its status.progress stalls for `stall_seconds`.
+    """Await a call to a replica. Cancel it once the replica is gone or its status.progress stalls for `stall_seconds`.
 
-    Raises NoAnswer, and whatever the call raises.
+    Raises NoAnswer after cancelling the call, and any error of the call.
     """
     task = asyncio.ensure_future(call)
     progress, silent, last = replica.status.progress, 0.0, time.monotonic()

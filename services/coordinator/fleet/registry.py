@@ -30,11 +30,14 @@ from services.coordinator.state.records import Member, ReplicaRecord
 from services.coordinator.state.store import AsyncStore, StoreUnavailable
 
 GAP_SECONDS = 0.02
-"""Minimum seconds between two wake-ups of waiters; signals in between share the next wake-up."""
+"""Minimum seconds between two wake-ups of a signal's waiters. Signals fired in between share the next wake-up."""
 
 
 class Signal:
-    """A broadcast without content: it wakes all waiters, which then check their conditions. Lives in the event loop."""
+    """A broadcast without content that wakes all waiters, which then check their conditions.
+
+    Lives in the event loop.
+    """
 
     def __init__(self, gap: Callable[[], float] = lambda: GAP_SECONDS) -> None:
         """`gap` returns the minimum seconds between two wake-ups; values below GAP_SECONDS count as GAP_SECONDS."""
@@ -62,18 +65,24 @@ class Signal:
         event.set()
 
     def follow(self) -> "SignalFollower":
-        """Return a follower, which is woken before the waiters while a reference to it exists."""
+        """Return a new follower of the signal.
+
+        It is woken before the waiters, as long as the caller keeps a reference to it.
+        """
         follower = SignalFollower()
         self._followers.add(follower)
         return follower
 
     async def wait(self, timeout_seconds: float) -> None:
-        """Wait for the next `fire` or the timeout."""
+        """Wait for the next `fire`, at most `timeout_seconds`."""
         await _wait(self._event, timeout_seconds)
 
 
 class SignalFollower:
-    """Waits for a debounced signal or an immediate wake-up. Also notices signals between two waits."""
+    """Waiter for one Signal that `wake` can also wake at once, without the signal's gap.
+
+    A wake-up between two waits is not lost: it ends the next wait at once.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -83,7 +92,7 @@ class SignalFollower:
         self._event.set()
 
     async def wait(self, timeout_seconds: float) -> None:
-        """Wait for a signal since the last wait, or for the timeout."""
+        """Wait until the signal has fired since the last wait, at most `timeout_seconds`."""
         await _wait(self._event, timeout_seconds)
         self._event.clear()
 
@@ -98,43 +107,47 @@ async def _wait(event: asyncio.Event, timeout_seconds: float) -> None:
 logger = logging.getLogger(__name__)
 
 Version = tuple[int, int]
-"""Identity of weights: the term of the trainer that made them, and their version."""
+"""Identifies weights across trainers: term of the trainer that made them, and weight version."""
 GAP_SECONDS_PER_REPLICA = 4e-4
-"""Minimum seconds between two wake-ups of waiters, per replica of the fleet. Each waiter reads the whole fleet, so a
-fixed minimum would leave a large fleet's coordinator no time for anything else."""
+"""Seconds per replica of the fleet in the minimum time between two wake-ups of waiters.
+
+Each waiter reads the whole fleet, so a fixed minimum would leave a large fleet's coordinator no time for anything else.
+"""
 
 
 @dataclass
 class Replica:
-    """A replica with a valid lease."""
+    """A registered replica, whose lease is valid."""
 
     registration: Registration
     registered_at: float
     seen: float
-    """Monotonic time of the last heartbeat."""
+    """Monotonic time of the replica's last heartbeat."""
     status: ReplicaStatus
-    """Content of the last heartbeat; empty before the first."""
+    """Status from the replica's last heartbeat; empty before the first heartbeat."""
     draining: bool = False
-    """True after a request to drain."""
+    """True once the replica was asked to drain."""
     drain_until: float | None = None
-    """Unix time until which the replica may drain; None: the replica's grace period applies."""
+    """Unix time at which the drain must end; None: after the replica's grace period."""
     unheard: bool = False
     """True if the replica registered with an earlier coordinator and has sent no heartbeat since: its run and version
     are unknown."""
     synced: Version | None = None
-    """Version of the last synchronisation, until a heartbeat reports it."""
+    """Weight version that the last synchronisation brought to the replica; None once a heartbeat reports it."""
     synced_at: float = 0.0
     awake: bool | None = None
-    """In a colocated run: whether the replica holds device memory; None before its first report."""
+    """In a colocated run: True if the replica holds device memory; None before its first report."""
     awake_changed_at: float = 0.0
-    """Monotonic time at which a call last changed `awake`."""
+    """Monotonic time at which `awake` was last changed by a call rather than by a heartbeat."""
     gpu_requested_at: float = 0.0
-    """Monotonic time of its last GPU request that was denied; 0: none."""
+    """Monotonic time of the replica's last GPU request that was denied; 0 if no request is waiting."""
     asleep: bool = False
-    """True if the replica was put to sleep and has not resumed."""
+    """True while the replica may not generate, after it was put to sleep in a colocated run."""
     member: Member = field(init=False)
-    """The replica as a member of a weight group. Created once, because every change of the fleet compares all
-    members."""
+    """The replica as a possible member of a weight group.
+
+    Created once, because every change of the fleet compares all members.
+    """
 
     def __post_init__(self) -> None:
         self.member = Member(
@@ -146,12 +159,12 @@ class Replica:
 
     @property
     def replica_id(self) -> str:
-        """Unique name of the process."""
+        """Unique id of the replica's process."""
         return self.registration.replica_id
 
     @property
     def launch_id(self) -> str:
-        """Launch id of a scaled-out replica; empty for others."""
+        """Launch id of a replica that was added by scaling out; empty for others."""
         return self.registration.launch_id
 
     @property
@@ -161,7 +174,7 @@ class Replica:
 
     @property
     def version(self) -> Version | None:
-        """Version of the replica's weights; None before the first synchronisation and while it can't generate."""
+        """Weight version that the replica serves; None before the first synchronisation and while it can't generate."""
         if self.status.state != REPLICA_STATE_READY or self.asleep:
             return None
         weights = self.status.weights
@@ -171,13 +184,13 @@ class Replica:
         return reported
 
     def set_awake(self, *, awake: bool) -> None:
-        """Record whether the replica holds device memory."""
+        """Record whether the replica of a colocated run holds device memory."""
         self.awake, self.awake_changed_at = awake, time.monotonic()
         if not awake:
             self.synced = None
 
     def request_gpu(self) -> None:
-        """Record that the replica has no device memory and waits for the GPU."""
+        """Record that the replica holds no device memory and waits for the GPU."""
         self.set_awake(awake=False)
         self.gpu_requested_at = time.monotonic()
 
@@ -187,11 +200,11 @@ class Replica:
         self.gpu_requested_at = 0.0
 
     def set_serving(self, *, serving: bool) -> None:
-        """Record whether the replica may generate with its version."""
+        """Record whether the replica may generate with the weights that it has."""
         self.asleep = not serving
 
     def end_turns(self) -> None:
-        """Clear the state of a colocated run, because the replica's next run may not be colocated."""
+        """Reset what only applies in a colocated run, because the replica's next run may not be colocated."""
         self.asleep, self.gpu_requested_at = False, 0.0
 
 
@@ -217,16 +230,16 @@ class Registry:
         self._expired_at = clock()
         self._replicas: dict[str, Replica] = {}
         self._by_role: dict[str, dict[str, Replica]] = {}
-        """The replicas of each role by id, oldest first."""
+        """The replicas of each role, by role and replica id, oldest first."""
         self._by_launch: dict[str, dict[str, Replica]] = {}
-        """The replicas of each launch id, by id, oldest first."""
+        """The replicas of each launch, by launch id and replica id, oldest first."""
         self._gpu_holders = GpuHolders({})
         self._gone: set[str] = set()
-        """Removed replicas that are still in Redis."""
+        """Ids of removed replicas that are still in Redis."""
         self._free_gpus_at: dict[str, float] = {}
-        """Clock time at which the GPUs of each removed replica become free, by replica id."""
+        """Time at which the GPUs of each removed replica become free, by replica id, in seconds of the clock."""
         self._writing = asyncio.Lock()
-        """Lock held during writes, so that Redis gets changes in order."""
+        """Lock held while writing to Redis, so that changes arrive there in order."""
         self.lease_seconds = lease_seconds
         self.heartbeat_seconds = heartbeat_seconds
         self.gpu_lease_seconds = max(gpu_lease_seconds, lease_seconds)
@@ -238,7 +251,7 @@ class Registry:
         return self._store.term
 
     def load(self, records: dict[str, ReplicaRecord], gpu_holders: dict[str, str]) -> None:
-        """Load the replicas of an earlier coordinator; all leases, including GPU leases, start now.
+        """Load the replicas that an earlier coordinator saved. All leases, including GPU leases, start now.
 
         The earlier coordinator may have received heartbeats until just now.
         """
@@ -252,7 +265,7 @@ class Registry:
             self._replicas[registration.replica_id].drain_until = record.drain_until
 
     async def register(self, registration: Registration) -> None:
-        """Register a replica, replacing an earlier one with the same id."""
+        """Add a replica to the registry. Earlier replicas with its id or instance are removed."""
         now = steady_time()
         record = ReplicaRecord(registration_json=json_format.MessageToJson(registration), registered_at=now)
         async with self._writing:
@@ -266,7 +279,7 @@ class Registry:
         await self.remove([replica for replica in replaced if replica.replica_id != registration.replica_id])
 
     def replaced_by(self, registration: Registration) -> list[Replica]:
-        """Return the replicas that a registration replaces: those with its id, and those of its instance.
+        """Return the replicas that a registration replaces: those with the same replica id or the same instance.
 
         An instance has one process at a time: when a new one registers, the earlier one has ended.
         """
@@ -278,7 +291,10 @@ class Registry:
         ]
 
     def heartbeat(self, replica_id: str, status: ReplicaStatus) -> Replica | None:
-        """Renew a lease. Returns None if the replica isn't registered."""
+        """Store a heartbeat's status and renew the replica's lease.
+
+        Returns the replica; None if it isn't registered.
+        """
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
@@ -295,7 +311,7 @@ class Registry:
         return replica
 
     def mark_synced(self, member: Member, version: Version) -> None:
-        """Record the version of an engine after a synchronisation."""
+        """Record that a synchronisation has brought a weight version to an engine."""
         replica = self._replicas.get(member.replica_id)
         if replica is not None and replica.registered_at == member.registered_at:
             replica.synced, replica.synced_at = version, self._clock()
@@ -303,8 +319,10 @@ class Registry:
             self.changed.fire()
 
     async def drain(self, replica: Replica, until: float | None = None) -> None:
-        """Mark a replica as draining, with an optional Unix time as deadline; answers to heartbeats repeat the
-        request."""
+        """Mark a replica as draining. `until` is the Unix time at which the drain must end, if given.
+
+        Answers to its heartbeats tell it to drain.
+        """
         replica.draining, replica.drain_until = True, until
         await self._save(replica)
 
@@ -330,7 +348,7 @@ class Registry:
     async def lease_gpus(
         self, replica_id: str, candidates: Sequence[str], count: int, *, shared: bool = False, share: float = 1.0
     ) -> list[str]:
-        """Make `count` of the candidates the only GPUs that a replica holds, and return their UUIDs.
+        """Lease `count` of the candidate GPUs to a replica instead of its earlier GPUs, and return their UUIDs.
 
         With `shared` (a colocated run) the trainer and one engine may hold the same GPU. With a `share` below 1,
         replicas of other roles may hold the rest of each GPU. Raises NotFound: the replica isn't registered;
@@ -363,7 +381,7 @@ class Registry:
         return granted
 
     def gpus_of(self, replica_id: str) -> list[str]:
-        """Return the UUIDs of the GPUs that a replica holds."""
+        """Return the UUIDs of the GPUs that a replica holds, whole or in part."""
         return [uuid_of(record) for record in self._gpu_holders.of(replica_id)]
 
     def gpu_share_of(self, replica_id: str) -> float:
@@ -371,35 +389,38 @@ class Registry:
         return min(map(share_of, self._gpu_holders.of(replica_id)), default=1.0)
 
     def get(self, replica_id: str) -> Replica | None:
-        """Return a replica by id."""
+        """Return the replica with this id; None if it isn't registered."""
         return self._replicas.get(replica_id)
 
     def holds(self, member: Member) -> bool:
-        """Return True if this registration, not only its replica id, is current."""
+        """Return True if a member's registration, not only its replica id, is still the current one."""
         replica = self._replicas.get(member.replica_id)
         return replica is not None and replica.registered_at == member.registered_at
 
     def of_launch(self, launch_id: str) -> list[Replica]:
-        """Return the replicas of a launch id, oldest first; several while a dead process's lease has not expired."""
+        """Return the replicas with this launch id, oldest first.
+
+        There are several while a dead process's lease has not expired.
+        """
         return list(self._by_launch.get(launch_id, {}).values())
 
     def of_role(self, role: str, run_id: str | None = None) -> list[Replica]:
-        """Return the replicas of a role, oldest first; with `run_id` only those that work on that run."""
+        """Return the replicas of a role, oldest first. With `run_id`, return only those that work on that run."""
         found = self._by_role.get(role, {}).values()
         return [replica for replica in found if run_id is None or replica.status.run_id == run_id]
 
     def all(self) -> list[Replica]:
-        """Return all replicas, by role and id."""
+        """Return all replicas, sorted by role and id."""
         return sorted(self._replicas.values(), key=lambda r: (r.registration.role, r.replica_id))
 
     async def expire_forever(self) -> None:
-        """Call `expire` at a fixed interval."""
+        """Call `expire` four times per heartbeat interval, forever."""
         while True:
             await asyncio.sleep(self.heartbeat_seconds / 4)  # idle: looks again
             await self.expire()
 
     async def expire(self) -> None:
-        """Remove replicas with an expired lease, and free GPUs with an expired lease."""
+        """Remove replicas whose lease has expired, and free GPUs whose lease has expired."""
         now, last = self._clock(), self._expired_at
         self._expired_at = now
         if now - last > self.lease_seconds / 2:  # this process was suspended and received no heartbeats
@@ -435,7 +456,8 @@ class Registry:
             self._gpu_holders.free(gpus)
 
     def _name(self, replica_id: str) -> str:
-        """Describe a GPU holder for error messages."""
+        """Return the name of a GPU's holder for error messages; of a lost replica also the seconds until its GPUs are
+        free."""
         at = self._free_gpus_at.get(replica_id)
         return replica_id if at is None else f"{replica_id} (gone; free in {max(0.0, at - self._clock()):.0f} s)"
 
@@ -465,7 +487,7 @@ class Registry:
             del self._by_launch[replica.launch_id]
 
     def _lists(self, replica: Replica) -> list[dict[str, Replica]]:
-        """Return the dictionaries that contain a replica while it is registered."""
+        """Return the registry's dictionaries to which a registered replica belongs."""
         lists = [self._replicas, self._by_role.setdefault(replica.registration.role, {})]
         if replica.launch_id:
             lists.append(self._by_launch.setdefault(replica.launch_id, {}))
@@ -473,5 +495,5 @@ class Registry:
 
 
 def _shown(replica: Replica) -> tuple[int, str, Version | None, bool]:
-    """Return the fields whose changes wake waiters: state, run, version and `unheard`."""
+    """Return the parts of a replica's state whose changes wake waiters: state, run, version and `unheard`."""
     return replica.status.state, replica.status.run_id, replica.version, replica.unheard

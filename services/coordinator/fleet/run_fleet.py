@@ -34,15 +34,15 @@ class Fleet:
         """Names of the roles that the run needs."""
         self._clock = clock
         self._failing: dict[str, float] = {}
-        """Clock time of each role's first failure since it last worked."""
+        """Time at which each role's current failures began, by role, in seconds of the clock."""
         self._excluded: frozenset[str] = frozenset()
         """Ids of engines excluded from weight synchronisation. The admission gate ignores their old weight versions,
         which would stop the publishing of prompts."""
         self.given_up: frozenset[str] = frozenset()
-        """Instances that health has given up."""
+        """Instances of replicas that the health manager has given up."""
 
     def trainer(self) -> Replica | None:
-        """Return the newest trainer that is ready."""
+        """Return the newest trainer that is ready; None if no trainer is."""
         ready = (r for r in reversed(self.of_role(TRAINER)) if r.status.state == REPLICA_STATE_READY)
         return next(ready, None)
 
@@ -51,7 +51,7 @@ class Fleet:
         return max(self.of_role(role), key=lambda replica: replica.registered_at, default=None)
 
     def has(self, *roles: str) -> bool:
-        """Return whether each role has a replica that works on the run, ready or not."""
+        """Return True if each of the roles has a replica that works on the run, ready or not."""
         return all(self.of_role(role) for role in roles)
 
     def engines(self) -> list[Replica]:
@@ -71,25 +71,27 @@ class Fleet:
         return [r for r in self.of_role(role) if r.status.state == REPLICA_STATE_READY and not r.draining]
 
     def serving(self, term: int) -> list[Replica]:
-        """Return the engines that take prompts under a trainer's term."""
+        """Return the engines that serve weights of a trainer's term, and so take prompts."""
         return [r for r in self.candidates() if r.version is not None and r.version[0] == term]
 
     def serves(self, replica: Replica, term: int) -> bool:
-        """Return True if `serving` contains this replica."""
+        """Return True if `serving` would return this replica."""
         works = replica.registration.role == ROLLOUT and replica.status.run_id == self.run_id
         able = replica.status.state in ABLE and not replica.draining and replica.replica_id not in self._excluded
         return works and able and replica.version is not None and replica.version[0] == term
 
     def give_up(self, instances: Iterable[str]) -> None:
-        """Let these instances take part only if their role lacks others (see `idle_reason`); replaces the earlier
-        list."""
+        """Replace the given-up instances.
+
+        They take part only if their role lacks other replicas (see `idle_reason`).
+        """
         self.given_up = frozenset(instances)
 
     def idle_reason(self, replica_id: str) -> str:
         """Return why a replica stands by: the run has the maximum number of replicas of its role. "" if it takes part.
 
-        Replicas take part in the order of registration; draining and given-up ones come last. So a standby takes over
-        when a replica is lost.
+        Replicas take part in the order of registration; draining and given-up replicas come last. So a standby takes
+        over when a replica is lost.
         """
         replica = self.registry.get(replica_id)
         role = replica.registration.role if replica is not None else ""
@@ -102,13 +104,13 @@ class Fleet:
         return f"it stands by, and takes over from {names}: run {self.run_id} takes no more than {most} {role}"
 
     def devices(self) -> list[Replica]:
-        """Return the replicas that hold a model, in any state."""
+        """Return the run's replicas of roles that hold a model, in any state."""
         return [replica for role in self.roles if ROLES[role].model for replica in self.of_role(role)]
 
     def oldest_version(self, term: int) -> int | None:
-        """Return the oldest version on any engine that takes prompts.
+        """Return the oldest weight version that any engine serves.
 
-        None without such an engine, and while an engine of an earlier coordinator has sent no heartbeat: its version is
+        None if no engine serves, or while an engine of an earlier coordinator has sent no heartbeat: its version is
         unknown, and its samples could be too stale to train on.
         """
         if any(replica.unheard for replica in self.registry.of_role(ROLLOUT)):
@@ -116,7 +118,7 @@ class Fleet:
         return min((r.version[1] for r in self.serving(term) if r.version is not None), default=None)
 
     def missing(self) -> list[str]:
-        """Return the names of the roles without a ready replica."""
+        """Return the names of the run's roles that have no ready replica."""
         return [
             role
             for role in self.roles
@@ -152,7 +154,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Parts of one run shared by publishing, evaluation, weight synchronisation and health."""
+    """What publishing, evaluation, weight synchronisation and health of one run share."""
 
     run_id: str
     config: RunConfig
@@ -161,11 +163,11 @@ class RunContext:
     fleet: Fleet
     peers: Peers
     launcher: str = ""
-    """Address of the launcher; empty: there is none."""
+    """Address of the launcher; "" if there is none."""
 
     @property
     def registry(self) -> Registry:
-        """The replicas of all runs."""
+        """The registry with the replicas of all runs."""
         return self.fleet.registry
 
     @property

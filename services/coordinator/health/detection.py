@@ -11,7 +11,7 @@ from services.coordinator.fleet.registry import Replica
 from services.coordinator.weights.gpu_handoff import HandoffFailure
 
 SENDER_PATIENCE = 3
-"""Factor on max_sync_failures for the sender of weights (the trainer), which causes few of the failures."""
+"""Factor on max_sync_failures for the trainer, which sends the weights but causes few of the failures."""
 
 
 HandoffFailureOf = Callable[[Replica], tuple[HandoffFailure, bool] | None]
@@ -23,24 +23,24 @@ class HealthIssue:
 
     text: str
     due: bool
-    """True if the problem has lasted long enough to restart the replica."""
+    """True if the problem has lasted long enough that the replica should be restarted."""
     final: bool = False
     """True if no restart would help: the settings or the model are wrong."""
 
 
 @dataclass
 class _Watch:
-    """Observations of one process. Times are those of `HealthSignals`' clock."""
+    """Observations of one replica's process. Times are in seconds of the clock of `HealthSignals`."""
 
     registered_at: float
     progress: int
     state_and_detail: tuple[int, str]
     progressed_at: float
-    """Time of the last progress, or at which the replica last had no work."""
+    """Time at which the replica last made progress or had no work."""
     changed_at: float
-    """Last change of state, detail or progress."""
+    """Time at which the replica's state, detail or progress last changed."""
     failed_at: float | None = None
-    """Time of the first failure since the replica last worked."""
+    """Time of the replica's first failure since it last worked; None if there was none."""
 
 
 class HealthSignals:
@@ -57,12 +57,12 @@ class HealthSignals:
         handoff_failure: HandoffFailureOf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sync_failures` returns the number of consecutive weight synchronisations that failed because of a replica;
-        `sync_refusal` returns why a replica permanently refuses the weights, or ""; `sync_error` returns the last
-        synchronisation's error.
+        """Begin without observations. `sync_failures` returns how many consecutive weight synchronisations failed
+        because of a replica. `sync_refusal` returns why a replica permanently refuses the weights, or "". `sync_error`
+        returns the last synchronisation's error.
 
-        `handoff_failure` returns a colocated replica's failed GPU handoff, and True if it has lasted long enough to
-        restart the replica; None in a run without turns. `clock` is the registry's.
+        `handoff_failure` returns a colocated replica's failed GPU handoff, and True if the failure has lasted long
+        enough to restart the replica. It is None in a run whose roles take no turns on GPUs. `clock` is the registry's.
         """
         self._config = config
         self._clock = clock
@@ -74,16 +74,18 @@ class HealthSignals:
         self._watches: dict[str, _Watch] = {}
 
     def reset_timers(self) -> None:
-        """Restart all timers, after an outage of Redis or the coordinator."""
+        """Forget all observations, so that all timers start again, after an outage of Redis or the coordinator."""
         self._watches.clear()
 
     def stuck_seconds(self, role: str) -> float:
-        """Return the maximum seconds without progress for a replica that holds groups; longer than the role's
-        timeouts."""
+        """Return how many seconds a replica that holds groups may make no progress.
+
+        This is longer than the role's timeouts.
+        """
         return self._config.health.stuck_seconds + ROLES[role].timeout_seconds(self._config)
 
     def issue(self, replica: Replica) -> HealthIssue | None:
-        """Return a replica's problem, if any. Call it at every tick."""
+        """Return the most urgent problem of a replica; None if there is none. Call it at every tick."""
         if replica.unheard or not replica.status.state or replica.draining:
             return None
         now = self._clock()
@@ -104,7 +106,7 @@ class HealthSignals:
         return next((one for one in issues if one.due), next(iter(issues), None))
 
     def _sync_issue(self, replica: Replica) -> HealthIssue | None:
-        """Return the problem of failed weight synchronisations, if any."""
+        """Return an issue if weight synchronisations have failed because of the replica."""
         if refusal := self._sync_refusal(replica):
             return HealthIssue(f"it refuses the trainer's weights: {refusal}", due=True, final=True)
         failures = self._sync_failures(replica)
@@ -118,12 +120,12 @@ class HealthSignals:
         return HealthIssue(text, due=failures >= limit)
 
     def _handoff_issue(self, replica: Replica) -> HealthIssue | None:
-        """Return the problem of failed GPU handoffs, if any."""
+        """Return an issue if the GPU handoff to or from the replica has failed."""
         failure = self._handoff_failure(replica) if self._handoff_failure is not None else None
         return None if failure is None else HealthIssue(str(failure[0]), due=failure[1])
 
     def _progress_issue(self, replica: Replica, watch: _Watch, now: float) -> HealthIssue | None:
-        """Return the problem of missing progress, if any."""
+        """Return an issue if the replica has work but makes no progress."""
         status = replica.status
         if status.state != REPLICA_STATE_READY:
             return None
@@ -154,5 +156,5 @@ class HealthSignals:
 
 
 def _after(seconds: float, limit: float, text: str) -> HealthIssue | None:
-    """Return an issue once half of the limit has passed; it is due once the whole limit has passed."""
+    """Return an issue once half of the time limit has passed. It is due once the whole limit has passed."""
     return HealthIssue(text, due=seconds > limit) if seconds > limit / 2 else None

@@ -32,9 +32,9 @@ from services.coordinator.weights.weight_sync import WeightSync
 logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 3.0
-"""Deadline, in seconds, of calls that only set a flag: a replica that misses it is frozen."""
+"""Deadline of calls that only set a flag, in seconds. A replica that misses it counts as frozen."""
 PROBES = 2
-"""Number of unanswered calls after which a replica without heartbeats counts as frozen."""
+"""Number of unanswered status calls after which a replica without heartbeats counts as frozen."""
 LAUNCHER_SECONDS = 40.0
 
 
@@ -42,14 +42,14 @@ class Restarter:
     """Restarts the replicas of one run."""
 
     def __init__(self, peers: Peers, launcher: str) -> None:
-        """`launcher`: address of the launcher; empty: there is none."""
+        """`launcher` is the launcher's address; "" if there is none."""
         self._peers = peers
         self._launcher = launcher
         self.failures: dict[str, str] = {}
-        """Error of the last restart, by instance."""
+        """Error of the last attempt to restart a replica, by instance."""
 
     async def restart(self, order: RestartOrder) -> bool:
-        """Restart a replica. Returns False if the launcher doesn't know the replica, which then never comes back."""
+        """Restart a replica. Return False if the launcher doesn't know the replica, which then never comes back."""
         self.failures.pop(order.instance, None)
         if order.mode == RestartMode.REQUEST and await self._request(order):
             return True
@@ -72,7 +72,7 @@ class Restarter:
         return True
 
     async def _frozen(self, order: RestartOrder) -> bool:
-        """Return whether the process runs but doesn't answer."""
+        """Return True if a replica's process runs but doesn't answer."""
         for _ in range(PROBES):
             try:
                 await self._peers.replica(order.address).GetStatus(GetStatusRequest(), timeout=CALL_SECONDS)
@@ -86,7 +86,7 @@ class Restarter:
         return True
 
     async def _request(self, order: RestartOrder) -> bool:
-        """Ask the process to end. Returns True if it will end or was already replaced."""
+        """Ask a replica's process to end. Return True if it will end or was already replaced."""
         request = RestartRequest(replica_id=order.replica_id, reason=order.reason)
         try:
             await self._peers.replica(order.address).Restart(request, timeout=CALL_SECONDS)
@@ -101,24 +101,24 @@ LEVELS = {Health.HEALTHY: logging.INFO, Health.FAILED: logging.ERROR}
 
 
 class PausableRun(Protocol):
-    """The part of a run that health needs."""
+    """The part of a run that the health manager needs."""
 
     record: RunRecord
 
     async def pause(self, reason: str) -> None:
-        """Stop publishing prompts."""
+        """Pause the run: stop publishing prompts."""
 
     async def resume(self) -> None:
-        """Continue a paused run."""
+        """Resume the paused run."""
 
 
 class HealthManager:
-    """Keeps one run healthy. Lives in the event loop."""
+    """Restarts unhealthy replicas of one run, and pauses the run while a role is rebuilt. Lives in the event loop."""
 
     def __init__(
         self, run: PausableRun, context: RunContext, sync: WeightSync, handoff: GpuHandoff | None = None
     ) -> None:
-        """`handoff`: the GPU handoff of a colocated run; None in other runs."""
+        """`handoff` is the GPU handoff of a colocated run; None in other runs."""
         self._run = run
         self._context = context
         self._restarter = Restarter(context.peers, context.launcher)
@@ -140,16 +140,16 @@ class HealthManager:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: set[str] = set()
-        """Instances that the launcher no longer knows, because they were removed."""
+        """Instances of replicas that the launcher no longer knows, because they were removed."""
         self._paused_for: set[str] = set()
-        """Reasons of pauses that this manager started. If a user ends such a pause, it is not started again."""
+        """Reasons of the pauses that this manager started. If a user ends such a pause, it isn't started again."""
         self._to_reclaim: list[str] = []
         """Ids of lost processes whose groups still have to be reclaimed."""
         self.record = HealthRecord()
 
     @property
     def failure(self) -> RoleFailure | None:
-        """The failure that keeps the run from continuing; None if there is none."""
+        """Failure of a role because of which the run can't continue; None if there is none."""
         return self._policy.failure
 
     @property
@@ -158,7 +158,7 @@ class HealthManager:
         return any(role.state == Health.REBUILDING for role in self.record.roles.values())
 
     async def run_forever(self) -> None:
-        """Check and act every TICK_SECONDS. Raises Superseded, Fenced."""
+        """Check the replicas' health and act on problems every TICK_SECONDS. Raises Superseded, Fenced."""
         loaded = False
         last = asyncio.get_running_loop().time()
         try:
@@ -218,7 +218,7 @@ class HealthManager:
             self._to_reclaim.pop()
 
     def _report(self, draft: HealthUpdate) -> None:
-        """Log the decisions and record their metrics."""
+        """Log the health decisions and record their metrics."""
         for event in draft.new_events:
             level = LEVELS.get(event.state, logging.WARNING)
             logger.log(level, "health of %s: %s", event.instance or event.role, event.text)

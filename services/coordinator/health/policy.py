@@ -1,4 +1,5 @@
-"""The health policy: decisions on single replicas, on whole roles and on a run, from its records. Nothing here acts.
+"""The health policy: decisions on single replicas, on whole roles and on a run, from its records. Nothing here executes
+a decision.
 
 Decisions are collected in a draft of the health record (HealthUpdate), saved together, and only then acted upon.
 """
@@ -36,7 +37,7 @@ DOWN = (Health.RESTARTING, Health.FAILED)
 
 
 class RestartMode(Enum):
-    """How to restart a replica."""
+    """Ways to restart a replica."""
 
     REQUEST = auto()
     """Ask the process to end; if it doesn't answer, the launcher kills it."""
@@ -48,7 +49,7 @@ class RestartMode(Enum):
 
 @dataclass(frozen=True)
 class RestartOrder:
-    """A replica to restart."""
+    """Order to restart a replica in a given way."""
 
     instance: str
     role: str
@@ -59,32 +60,32 @@ class RestartOrder:
 
 
 class HealthUpdate:
-    """A health record with pending changes, all from one moment."""
+    """Draft of a health record: changes to a record that are not yet saved, all from one moment."""
 
     def __init__(self, record: HealthRecord, now: float) -> None:
-        """`now`: Unix time of the changes and of all decisions about them."""
+        """Begin a draft without changes. `now` is the Unix time of all changes and decisions."""
         self._before = record
         self.now = now
         self.replicas = dict(record.replicas)
         self.roles = dict(record.roles)
         self.events = list(record.events)
         self.restarts: list[RestartOrder] = []
-        """Restarts to execute once the record is saved."""
+        """Orders of restarts to execute once the record is saved."""
         self.lost_ids: list[str] = []
         """Ids of lost processes whose groups are to be reclaimed."""
 
     @property
     def new_events(self) -> Sequence[Event]:
-        """Events added by this update."""
+        """Health events that this draft adds."""
         last = self._before.events[-1].number if self._before.events else 0
         return [event for event in self.events if event.number > last]
 
     def result(self) -> HealthRecord:
-        """Return a new record with the changes. Of the events it keeps only the newest."""
+        """Return the new health record. It has only the newest KEPT_EVENTS events."""
         return HealthRecord(replicas=self.replicas, roles=self.roles, events=tuple(self.events[-KEPT_EVENTS:]))
 
     def set_replica(self, one: ReplicaHealth, **changes: Any) -> ReplicaHealth:
-        """Change fields of a replica's health in the draft. A new state also sets the time at which it began."""
+        """Change fields of a replica's health. A change of its state also sets the time at which the state began."""
         if changes.get("state", one.state) != one.state:
             changes.setdefault("since", self.now)
             if changes["state"] in DOWN and one.state not in DOWN:
@@ -93,20 +94,20 @@ class HealthUpdate:
         return changed
 
     def set_role(self, role: RoleHealth, **changes: Any) -> RoleHealth:
-        """Change fields of a role's health in the draft. A new state also sets the time at which it began."""
+        """Change fields of a role's health. A change of its state also sets the time at which the state began."""
         if changes.get("state", role.state) != role.state:
             changes.setdefault("since", self.now)
         self.roles[role.role] = changed = role.model_copy(update=changes)
         return changed
 
     def add_event(self, role: str, instance: str, state: Health, text: str) -> None:
-        """Add an event."""
+        """Add a health event about a role or an instance to the draft."""
         number = (self.events[-1].number if self.events else 0) + 1
         at = datetime.fromtimestamp(self.now, UTC)
         self.events.append(Event(number=number, time=at, role=role, instance=instance, state=state, text=text))
 
     def restart(self, one: ReplicaHealth, reason: str, mode: RestartMode = RestartMode.REQUEST) -> None:
-        """Order a replica's restart."""
+        """Set a replica's state to restarting, and add an order to restart it."""
         self.set_replica(
             one,
             state=Health.RESTARTING,
@@ -125,7 +126,7 @@ class HealthUpdate:
 
 
 def recent(restarts: Sequence[float], config: HealthConfig, now: float) -> tuple[float, ...]:
-    """Return the restarts within the window that ends at `now`."""
+    """Return the Unix times of restarts that are less than restart_window_seconds before `now`."""
     return tuple(at for at in restarts if at > now - config.restart_window_seconds)
 
 
@@ -145,21 +146,24 @@ def next_restart(restarts: Sequence[float], config: HealthConfig, now: float) ->
 logger = logging.getLogger(__name__)
 
 IGNORED_RESTART_SECONDS = 10.0
-"""Seconds after a restart request; a process that is still ready afterwards counts as healthy again."""
+"""Seconds after a restart request in which the process should end.
+
+A process still ready afterwards counts as healthy.
+"""
 
 
 @dataclass(frozen=True)
 class RoleSigns:
-    """Missing roles and progress of the run, from which the health of whole roles is judged."""
+    """State of the run from which the health of whole roles is judged."""
 
     missing: Collection[str]
-    """Names of the roles without a working replica."""
+    """Names of the roles that have no working replica."""
     last_step: int
-    """The last committed step."""
+    """Number of the last committed step."""
 
 
 class HealthPolicy:
-    """Health policy of one run, for its single replicas and its whole roles."""
+    """Decides on restarts of one run's replicas, and on rebuilds of whole roles."""
 
     def __init__(
         self,
@@ -172,8 +176,8 @@ class HealthPolicy:
         idle_reason: Callable[[str], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`roles`: names of the roles that the run needs; `restart_failures`: error of each instance's last restart;
-        `idle_reason`: Fleet.idle_reason; `clock`: the clock of `signs`."""
+        """Create a policy for the roles that the run needs. `restart_failures` has the error of each instance's last
+        restart. `idle_reason` is Fleet.idle_reason, and `clock` is the clock of `signs`."""
         self._run_id = run_id
         self._config = config.health
         self._signs = signs
@@ -182,20 +186,21 @@ class HealthPolicy:
         self._idle_reason = idle_reason
         self._roles = RoleReconciler(config.health, clock)
         self._leaving: dict[str, str] = {}
-        """Replica ids of draining replicas, by instance: their end is expected."""
+        """Ids of draining replicas, whose end is expected, by instance."""
 
     @property
     def failure(self) -> RoleFailure | None:
-        """The failure that keeps the run from continuing; None if there is none."""
+        """Failure of a role because of which the run can't continue; None if there is none."""
         return self._roles.failure
 
     def reset_timers(self) -> None:
-        """Restart all timers, except those in the record (HealthRecord.with_reset_timers)."""
+        """Restart all timers, except those stored in the health record (HealthRecord.with_reset_timers)."""
         self._signs.reset_timers()
         self._roles.reset_timers()
 
     def update(self, draft: HealthUpdate, registered: Iterable[Replica], roles: RoleSigns | None) -> None:
-        """Add the decisions about replicas and roles to the draft; `roles` is None until the run has started."""
+        """Add decisions about the registered replicas and about roles to the draft. `roles` is None until the run has
+        started."""
         needed = (one for one in registered if one.registration.role in self._needed)
         live = {one.instance: one for one in sorted(needed, key=lambda one: one.registered_at)}  # the newest of each
         self._update_replicas(draft, live)
@@ -238,7 +243,7 @@ class HealthPolicy:
         return draft.set_replica(one)
 
     def _replace(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> ReplicaHealth:
-        """Record that a new process replaced the known one."""
+        """Record that a new process of a replica has replaced the known process."""
         draft.lost_ids.append(one.replica_id)
         changes: dict[str, Any] = {"replica_id": replica.replica_id, "address": replica.registration.address}
         changes |= {"seen_working": False, "refused": False}
@@ -254,7 +259,7 @@ class HealthPolicy:
         return draft.set_replica(one, **changes, state=Health.RESTARTING, since=draft.now, reason=text)
 
     def _check(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> None:
-        """Update a registered replica's health from its reports; restart it or give it up if necessary."""
+        """Set a registered replica's health from its status and issues. Restart it or give it up if necessary."""
         issue = self._signs.issue(replica)
         if replica.status.state == REPLICA_STATE_FAILED and replica.status.detail != one.failure:
             one = draft.set_replica(one, failure=replica.status.detail)
@@ -327,7 +332,7 @@ class HealthPolicy:
             draft.restart(one, f"its heartbeats stopped{last}", RestartMode.PROBE)
 
     def _await_return(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
-        """Restart a replica again, or give it up, if its next process has not registered in time."""
+        """Restart a replica again, or give it up, if its new process has not registered in time."""
         waited = draft.now - one.since
         if one.state == Health.FAILED:
             if self._may_retry(draft, one) and one.supervised:
@@ -342,22 +347,21 @@ class HealthPolicy:
                 draft.restart(one, why, RestartMode.FORCE)
 
     def _timeout(self, one: ReplicaHealth) -> float:
-        """Return the seconds to wait for the replica's next process; they double with each try."""
+        """Return how many seconds to wait for a replica's new process. The time doubles with each attempt."""
         config = self._config
         doubled = Backoff(config.restart_timeout_seconds, config.role_timeout_seconds).pause(max(1, one.tries))
         return max(config.restart_timeout_seconds, doubled)
 
     def _may_retry(self, draft: HealthUpdate, one: ReplicaHealth) -> bool:
-        """Return True if the replica failed more than restart_window_seconds ago, so that another attempt is
-        allowed."""
+        """Return True if a replica failed more than restart_window_seconds ago, so that another restart is allowed."""
         return one.state == Health.FAILED and draft.now - one.since > self._config.restart_window_seconds
 
     def _no_try_left(self, one: ReplicaHealth) -> bool:
-        """Return True if max_restarts processes of the replica ended without doing any work."""
+        """Return True if max_restarts processes of a replica ended without finishing any group."""
         return one.tries >= self._config.max_restarts and not one.seen_working
 
     def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str, *, refused: bool = False) -> ReplicaHealth:
-        """Give a replica up: after its last attempt, or at once if its start was refused."""
+        """Set a replica's state to failed: after its last attempt, or at once if no restart would help."""
         if one.state == Health.FAILED:
             return draft.set_replica(one, reason=why, refused=True) if refused and not one.refused else one
         if one.failure not in why:
@@ -368,26 +372,26 @@ class HealthPolicy:
 
 
 def _without_digits(reason: str) -> str:
-    """Remove the numbers from a reason, because they change with every tick."""
+    """Remove the digits from a reason for comparison, because numbers in it change with every tick."""
     return "".join(character for character in reason if not character.isdigit())
 
 
 class RoleReconciler:
-    """Decides on rebuilds of a run's roles. `failure` is set once the run can't continue."""
+    """Decides when to rebuild a run's roles. `failure` is set once the run can't continue."""
 
     def __init__(self, config: HealthConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
         self._last_hope: dict[str, float] = {}
-        """Clock time at which a role last had a working or starting replica."""
+        """Time at which a role last had a working or starting replica, by role, in seconds of the clock."""
         self.failure: RoleFailure | None = None
 
     def reset_timers(self) -> None:
-        """Restart all waits."""
+        """Restart the timers of all roles."""
         self._last_hope.clear()
 
     def update(self, draft: HealthUpdate, role: str, live: Mapping[str, Replica], signs: RoleSigns) -> None:
-        """Add the decisions about a role to the draft; `live`: its registered replicas, by instance."""
+        """Add the decisions about a role to the draft. `live` has the role's registered replicas by instance."""
         one = draft.roles.get(role) or draft.set_role(RoleHealth(role=role, since=draft.now))
         places = [replica for replica in draft.replicas.values() if replica.role == role]
         if role not in signs.missing:

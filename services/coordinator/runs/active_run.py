@@ -61,12 +61,13 @@ class RunFailed(Exception):
 
 
 class ActiveRun:
-    """The run in progress. `main` drives it from the phase in its record to the end."""
+    """The active run. `main` continues it from the phase in its record to its end."""
 
     def __init__(
         self, context: RunContext, record: RunRecord, data: RunData, files: RunFiles, weights: WeightsRecord
     ) -> None:
-        """`weights`: state of weight synchronisation left by an earlier run or coordinator."""
+        """Create the run in this process. `weights` is the state of weight synchronisation from an earlier run or
+        coordinator."""
         self.record = record
         self.context = context
         self.config = context.config
@@ -92,7 +93,7 @@ class ActiveRun:
         self._refused_groups = RefusedGroups()
         self.waiting = WaitWatcher(context, self._describe)
         self._tracking: Tracking | None = None
-        """The run's trackers and notifiers; None if it has none."""
+        """The run's trackers and notifiers; None if none are configured."""
         if needs_process(context.config):
             self._tracking = Tracking(context.run_id, context.config, files.folder, lambda: self.step)
         self._alarms = RunAlarms(
@@ -116,28 +117,28 @@ class ActiveRun:
             on_step=self._alarms.observe,
         )
         self._going_since = time.monotonic()
-        """Monotonic time at which training began, or continued after a pause, under this coordinator."""
+        """Monotonic time, in seconds, at which training began or continued after a pause under this coordinator."""
         self._saving = asyncio.Lock()
         self._written: RunRecord | None = None
         """The record that was last written to run.json."""
         self._evaluation: asyncio.Task[None] | None = None
-        """The last evaluation started beside training."""
+        """Task of the last evaluation that was started beside training."""
         self._evaluated = 0
-        """Version of the last evaluation beside training."""
+        """Weight version of the last evaluation that was started beside training."""
         self._candidate: asyncio.Task[None] | None = None
         """Task that requests the checkpoint of the last candidate for the best version."""
         self.assignable = False
         """True once the board exists, so that replicas can start."""
         self.step = 0
-        """The last step seen on the board."""
+        """Number of the last committed step seen on the board."""
 
     def oldest_version(self) -> int | None:
-        """Return the oldest version on any engine that takes prompts."""
+        """Return the oldest weight version that any engine serves; None if no engine serves or it is unknown."""
         announced = self.sync.announced
         return self.fleet.oldest_version(announced.term) if announced else None
 
     def _describe(self) -> dict[str, Any]:
-        """Return the fields of a RunSnapshot that only the run knows."""
+        """Return those fields of a RunSnapshot that only the active run knows."""
         record, handoff = self.record, self.handoff
         announced = self.sync.announced
         ending = self._stopping() or record.phase not in (Phase.PENDING, Phase.RUNNING)
@@ -188,13 +189,13 @@ class ActiveRun:
         logger.info("run %s: the autoscaler is %s", self.record.run_id, mode)
 
     async def stop(self, reason: str) -> None:
-        """Stop the run early."""
+        """Stop the run before its last step."""
         await self._save(stop_reason=reason or "stopped", reason=reason or "stopped", paused=None)
 
     # --- phases ---------------------------------------------------------------------------------------------------
 
     async def main(self) -> None:
-        """Drive the run until its end is recorded. Raises Superseded, Fenced."""
+        """Take the run through its phases until its end is recorded. Raises Superseded, Fenced."""
         await self._redis.call(
             self.board.create,
             term=self.context.term,
@@ -271,7 +272,7 @@ class ActiveRun:
             await self._save(phase=Phase.RUNNING, reason="")
 
     async def _train(self) -> None:
-        """Monitor the run until its last step."""
+        """Watch the run's progress on the board until its last step."""
         self._recorder.begin()
         self._going_since = time.monotonic()
         while True:
@@ -361,13 +362,13 @@ class ActiveRun:
         return going and self._recorder.knows_groups and not self._disk.waiting
 
     def _uses_engines(self) -> bool:
-        """Start a due evaluation. Returns whether an evaluation uses the engines."""
+        """Start an evaluation if one is due. Return True if an evaluation uses the engines."""
         if self.record.phase == Phase.RUNNING:
             self._start_evaluation()
         return self._evaluator.in_progress > 0 or (self._evaluation is not None and not self._evaluation.done())
 
     def trainer_awake(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that keeps the trainer of a colocated run awake."""
+        """Return a context manager that keeps the trainer of a colocated run awake. It does nothing in other runs."""
         return self.handoff.trainer_awake() if self.handoff is not None else contextlib.nullcontext()
 
     def _reason_to_stop_early(self) -> str:
@@ -402,7 +403,7 @@ class ActiveRun:
         await self._evaluate_version((announced.term, step))
 
     async def _evaluate_version(self, version: Version, *, beside_training: bool = False) -> None:
-        """Evaluate a version, and record the result once its answers are in the run's folder."""
+        """Evaluate a weight version, and record the result once the answers are in the run's folder."""
         step = version[1]
         try:
             with self._files.answers(step) as keep:
@@ -441,7 +442,10 @@ class ActiveRun:
             await self._add_note(f"the evaluation of version {version[1]} failed: {error}")
 
     async def _last_sync(self, version: int) -> bool:
-        """Wait until the engines serve the last version. On failure add a note and return False."""
+        """Wait until the engines serve the last weight version.
+
+        On failure add a note to the record and return False.
+        """
         with waiting(f"the engines to serve the last version, {version}"), self.sync.without_interval():
             failure = await await_last_version(self.context, self.sync, version)
         if failure:
@@ -449,7 +453,7 @@ class ActiveRun:
         return not failure
 
     async def _export(self) -> str:
-        """Have the trainer export the model and return its path. On failure add a note and return ""."""
+        """Have the trainer export the model and return its path. On failure add a note to the record and return ""."""
         try:
             with self.trainer_awake(), waiting("the trainer to export the model", on=TRAINER):
                 return await export_model(self.context)
@@ -458,7 +462,10 @@ class ActiveRun:
             return ""
 
     async def _save_checkpoint(self, step: int) -> None:
-        """Have the trainer and a critic service save a checkpoint of the last step; add a note for each failure."""
+        """Have the trainer and the critic service, if any, save a checkpoint of the last step.
+
+        Add a note for each failure.
+        """
         try:
             with self.trainer_awake():
                 await save_last_checkpoint(self.context)
@@ -480,7 +487,7 @@ class ActiveRun:
         await self._save(notes=(*self.record.notes, note))
 
     async def _save(self, **changes: Any) -> None:
-        """Update the record, in Redis first."""
+        """Change fields of the run's record: first in Redis, then in this process, then in run.json."""
         async with self._saving:
             record = self.record.model_copy(update=changes)
             await self._redis.call(self.context.store.save_run, record)
@@ -490,25 +497,27 @@ class ActiveRun:
         self._changed.fire()
 
     async def _try_write_record(self) -> None:
-        """Write run.json. If that fails, only log it: commands don't wait for the disk, and the run writes the file
-        later."""
+        """Write run.json.
+
+        If that fails, only log the error: commands don't wait for the disk, and a later write catches up.
+        """
         try:
             await self._write_record()
         except OSError as error:
             logger.warning("run %s: run.json can't be written, and will be: %s", self.record.run_id, error)
 
     async def _write_record(self) -> None:
-        """Write run.json, unless it is up to date. Raises OSError."""
+        """Write the run's record to run.json, unless the file is up to date. Raises OSError."""
         async with self._saving:  # one writes at a time
             if self._written is not self.record:
                 await asyncio.to_thread(self._files.write_record, self.record)
                 self._written = self.record
 
     def _user_messages(self) -> list[str]:
-        """Return the recent messages of users' code that replicas report."""
+        """Return the recent messages of users' code that replicas of the run report."""
         statuses = [one.status for one in self.context.registry.all() if one.status.user_messages]
         return [text for one in statuses if one.run_id == self.context.run_id for text in one.user_messages]
 
     def alarms(self) -> list[pb.Alarm]:
-        """Return the open alarms."""
+        """Return the run's open alarms."""
         return self._alarms.current() + (self._tracking.alarms() if self._tracking is not None else [])

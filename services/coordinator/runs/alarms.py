@@ -1,4 +1,4 @@
-"""Alarms of the active run, for people to check while it continues, and the limits on dropped groups."""
+"""Alarms of the active run, which people should check while the run continues, and the limits on dropped groups."""
 
 import asyncio
 import contextlib
@@ -29,19 +29,19 @@ TICK_SECONDS = 1.0
 DISK_SECONDS = 10.0
 """Seconds between two checks of the disk's free space."""
 REFUSED_SECONDS = 600.0
-"""Seconds for which the alarm stays open after the last group that was dropped because of wrong weights."""
+"""Seconds for which the wrong-weights alarm stays open after the last group that was dropped for this reason."""
 SHOWN_REPLICAS = 5
 SHOWN_REASONS = 2
 SHOWN_MESSAGES = 20
-"""Maximum number of messages of users' code that are alarms at once."""
+"""Maximum number of messages of users' code that are shown as separate alarms."""
 NO_ALARM = (pb.WAIT_KIND_PAUSED, pb.WAIT_KIND_STOPPING)
-"""Kinds of waits that people cause; they raise no alarm."""
+"""Kinds of waits that people cause themselves, and which raise no alarm."""
 Key = tuple["pb.AlarmKind.ValueType", str]
-"""Kind and name of an alarm."""
+"""Identifies an alarm: its kind and its name."""
 
 
 def wait_problem(reason: Reason | None, now: float, limit: float) -> dict[Key, str]:
-    """Return the alarm of a wait that has held the run up for `limit` seconds, if any. Times are Unix times."""
+    """Return an alarm if a wait has held the run up for at least `limit` seconds, else {}. Times are Unix times."""
     if reason is None or reason.kind in NO_ALARM or now - (reason.since or now) < limit:
         return {}
     name = pb.WaitKind.Name(reason.kind).removeprefix("WAIT_KIND_").lower()
@@ -49,7 +49,7 @@ def wait_problem(reason: Reason | None, now: float, limit: float) -> dict[Key, s
 
 
 def disk_problem(free: int, min_free_gb: float, folder: Path) -> dict[Key, str]:
-    """Return the alarm of a disk with `free` bytes, if any."""
+    """Return an alarm if the disk's `free` bytes are below the configured minimum, else {}."""
     if free >= min_free_gb * 1e9:
         return {}
     text = f"the disk of {folder} has {free / 1e9:.1f} GB left (alerts.min_free_gb is {min_free_gb:g}): make room"
@@ -57,7 +57,7 @@ def disk_problem(free: int, min_free_gb: float, folder: Path) -> dict[Key, str]:
 
 
 def health_problems(health: HealthRecord) -> dict[Key, str]:
-    """Return an alarm for each role that is rebuilt, has failed, or has failed replicas."""
+    """Return an alarm for each role that is being rebuilt, has failed, or has failed replicas."""
     found: dict[Key, str] = {}
     for role in sorted({one.role for one in health.replicas.values()}):
         given_up = [one for one in health.replicas.values() if one.role == role and one.state == Health.FAILED]
@@ -75,15 +75,15 @@ def health_problems(health: HealthRecord) -> dict[Key, str]:
 
 
 def weight_problems(problems: Mapping[str, str]) -> dict[Key, str]:
-    """Return an alarm for each engine with wrong weights, and one, named "", for groups generated with wrong
-    weights."""
+    """Return an alarm for each engine with wrong weights, and an alarm with the name "" for groups generated with
+    wrong weights."""
     return {
         (pb.ALARM_KIND_WEIGHTS, engine): f"{engine}: {text}" if engine else text for engine, text in problems.items()
     }
 
 
 def user_problems(messages: Iterable[str]) -> dict[Key, str]:
-    """Return an alarm for each message of users' code, up to SHOWN_MESSAGES."""
+    """Return an alarm for each message of users' code, up to SHOWN_MESSAGES, and an alarm that counts the rest."""
     texts = sorted(set(messages))
     found: dict[Key, str] = {
         (pb.ALARM_KIND_USER, text): f"the run's own code says: {text}" for text in texts[:SHOWN_MESSAGES]
@@ -94,16 +94,16 @@ def user_problems(messages: Iterable[str]) -> dict[Key, str]:
 
 
 class RefusedGroups:
-    """Watches for groups that the trainer drops because they were generated with wrong weights."""
+    """Tracks groups that the trainer drops because they were generated with wrong weights."""
 
     def __init__(self) -> None:
         self._count = 0
         self._detail = ""
         self._time = -math.inf
-        """Monotonic time at which the last such group was seen."""
+        """Monotonic time at which the last group dropped because of wrong weights was seen."""
 
     async def look(self, counts: Counts, dropped: Callable[[], Awaitable[Sequence[DroppedGroup]]]) -> None:
-        """Check for newly dropped groups; `dropped` returns the records of dropped groups, newest first."""
+        """Check for newly dropped groups. `dropped` returns the records of dropped groups, newest first."""
         count = counts.dropped_by_reason.get(DropReason.WRONG_WEIGHTS, 0)
         if count > self._count:
             found = await dropped()
@@ -111,15 +111,16 @@ class RefusedGroups:
             self._count, self._time = count, monotonic()
 
     def problems(self) -> dict[str, str]:
-        """Return the problem, named "", if groups were dropped because of wrong weights in the last REFUSED_SECONDS;
-        else {}."""
+        """Return a problem under the key "" if groups were dropped because of wrong weights in the last
+        REFUSED_SECONDS; else {}."""
         if monotonic() - self._time > REFUSED_SECONDS:
             return {}
         return {"": f"groups are dropped because of the weights that wrote them, {self._count} so far: {self._detail}"}
 
 
 def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
-    """Return the reason to pause a run after this many drops since its last step; "" if there is none."""
+    """Return the reason to pause a run after `failed` and `filtered` drops without a trained step; "" if both are
+    allowed."""
     per_step, board = config.trainer.groups_per_step, config.board
     max_failed = board.max_consecutive_drops or max(64, 2 * per_step)
     if failed > max_failed:
@@ -137,7 +138,8 @@ def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
 
 
 async def drops_to_pause_for(context: RunContext, record: RunRecord, redis: RedisRetry, counts: Counts) -> str:
-    """Return the reason to pause a run after too many consecutive drops; "" if there is none."""
+    """Return the reason, with the causes of the drops, to pause a run after too many consecutive drops; "" if there is
+    none."""
     problem = too_many_drops(
         context.config,
         failed=counts.consecutive_drops - record.forgiven_drops,
@@ -155,7 +157,7 @@ async def drops_to_pause_for(context: RunContext, record: RunRecord, redis: Redi
 
 
 class RunAlarms:
-    """The alarms of one run: logs their beginning and end, and informs notifiers. Lives in the event loop."""
+    """Keeps the alarms of one run. Logs their beginning and end, and informs notifiers. Lives in the event loop."""
 
     def __init__(
         self,
@@ -176,12 +178,12 @@ class RunAlarms:
             config: the run's configuration.
             folder: the run's folder.
             record: returns the run's current record.
-            health: returns its current health record.
+            health: returns the run's current health record.
             held_up: returns the wait that delays the run; None if there is none.
-            wrong_weights: returns problems by engine id, or by "" for groups generated with wrong weights.
+            wrong_weights: returns weight problems by engine id, or by "" for groups generated with wrong weights.
             user_messages: returns messages of users' code.
-            step: returns the last step.
-            clock: returns the Unix time.
+            step: returns the number of the last committed step.
+            clock: returns the Unix time, in seconds.
         """
         self._config = config
         self._folder = folder
@@ -195,19 +197,19 @@ class RunAlarms:
         self._gap = GapWatch(config)
         self._rules = [RuleWatch(parse_rule(rule)) for rule in config.alerts.rules]
         self._states: dict[Key, pb.Alarm] = {}
-        """Open alarms about waits, the disk, health, engines' weights and users' code."""
+        """Open alarms about waits, the disk, health, engines' weights and users' code, by kind and name."""
         self._logged: dict[Key, tuple[float, pb.Alarm]] = {}
-        """Alarms whose beginning was logged, with the time."""
+        """Alarms whose beginning was logged, each with the Unix time of the log line, by kind and name."""
         self._disk: dict[Key, str] = {}
-        """The alarm of the disk."""
+        """The alarm about the disk's free space; empty if there is none."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Process the metrics of a step."""
+        """Check a step's metrics against the log-prob gap's limit and the alert rules, and log changes of alarms."""
         self._observe(step, metrics)
         self._log()
 
     def observe_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Process lines of metrics.jsonl."""
+        """Check lines of metrics.jsonl against the log-prob gap's limit and the alert rules, without logging."""
         for line in lines:
             self._observe(line.get("step", 0), line)
 
@@ -234,7 +236,7 @@ class RunAlarms:
         return alarms
 
     def look(self) -> None:
-        """Update the alarms from the run's wait, disk, health, engines' weights and messages of users' code."""
+        """Open and close alarms from the run's wait, disk, health, engines' weights and messages of users' code."""
         problems = wait_problem(self._held_up(), self._clock(), self._config.alerts.wait_seconds)
         problems |= self._disk | health_problems(self._health()) | weight_problems(self._wrong_weights())
         problems |= user_problems(self._user_messages())
@@ -269,7 +271,7 @@ class RunAlarms:
         }
 
     async def run_forever(self, tracking: Tracking | None) -> None:
-        """Check once a second."""
+        """Update the alarms and inform notifiers every second, and check the disk every DISK_SECONDS, forever."""
         await asyncio.gather(self._watch(tracking), self._watch_disk())
 
     async def _watch(self, tracking: Tracking | None) -> None:
@@ -280,7 +282,7 @@ class RunAlarms:
             await asyncio.sleep(TICK_SECONDS)  # idle: looks again
 
     async def _watch_disk(self) -> None:
-        """Check the disk's free space in a thread, because network file systems may be slow."""
+        """Check the disk's free space every DISK_SECONDS, in a thread because network file systems may be slow."""
         while True:
             with contextlib.suppress(OSError):  # the run waits for the folder, and says so
                 free = (await asyncio.to_thread(shutil.disk_usage, self._folder)).free
@@ -288,7 +290,7 @@ class RunAlarms:
             await asyncio.sleep(DISK_SECONDS)  # idle: looks again
 
     def _log(self) -> None:
-        """Log the beginning and the end of alarms."""
+        """Log each alarm that has begun or ended since the last call."""
         run_id, time, before = self._record().run_id, self._clock(), self._logged
         self._logged = {}
         for alarm in self.current():

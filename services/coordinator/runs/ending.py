@@ -28,23 +28,23 @@ from services.coordinator.weights.weight_sync import WeightSync
 
 POLL_SECONDS = 1.0
 WATCH_SECONDS = 0.3
-"""Seconds between two checks of the board or the engines."""
+"""Seconds between two checks of the board's or the engines' state."""
 RELEASE_SECONDS = 30.0
-"""Maximum seconds for the trainer to finish its step when a run is stopped early."""
+"""Maximum seconds to wait for the trainer to finish its step when a run is stopped early."""
 DISK_SECONDS = 5.0
-"""Seconds between two attempts to write to a full disk."""
+"""Seconds between two attempts of the trainer to write to a full disk."""
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""Statuses of a lost trainer, which may return."""
+"""gRPC statuses that mean that the trainer is lost, and may return."""
 EXPORT_FOLDER = "model"
 Result = TypeVar("Result")
 
 
 class ExportFailed(Exception):
-    """The trainer did not write the requested files."""
+    """The trainer did not write the requested model or checkpoint."""
 
 
 def reason_to_stop_early(settings: StopEarlyConfig, evaluations: Sequence[Evaluation], since: int) -> str:
-    """Return the reason to end a run before its last step, or "". Later evaluations never change a returned reason.
+    """Return the reason to end a run before its last step, or "". Further evaluations never change a returned reason.
 
     `since`: only evaluations after this step count as evaluations without an improvement. The initial model's
     evaluation never counts.
@@ -68,7 +68,7 @@ def reason_to_stop_early(settings: StopEarlyConfig, evaluations: Sequence[Evalua
 
 
 async def await_last_version(context: RunContext, sync: WeightSync, version: int) -> str:
-    """Wait until the engines serve a run's last version. Returns the reason why they don't, or "".
+    """Wait until the engines serve a run's last weight version. Return "", or the reason why they don't serve it.
 
     The time limit does not run while a trainer or engine starts.
     """
@@ -115,7 +115,7 @@ async def clear_board(context: RunContext, redis: RedisRetry) -> None:
 
 
 async def drop_open_groups(context: RunContext, redis: RedisRetry, reason: DropReason) -> None:
-    """Shut the gate, and drop all open groups."""
+    """Close the admission gate, and drop all open groups."""
     await redis.call(context.board.set_gate, term=context.term, oldest_version=None, open=False)
     groups = await redis.call(context.board.open_groups)
     await redis.call(context.board.drop_groups, groups, term=context.term, reason=reason, counts="")
@@ -123,7 +123,7 @@ async def drop_open_groups(context: RunContext, redis: RedisRetry, reason: DropR
 
 
 async def export_model(context: RunContext) -> str:
-    """Have the trainer export the model, and return its path. See `_ask_trainer`."""
+    """Have the trainer export the model, and return the path of its folder. Waits and fails as `_ask_trainer` does."""
     request = ExportHuggingFaceRequest(folder=EXPORT_FOLDER)
     exported = await _ask_trainer(
         lambda trainer: trainer.ExportHuggingFace(request, timeout=LONG_CALL_SECONDS), context
@@ -132,17 +132,20 @@ async def export_model(context: RunContext) -> str:
 
 
 async def save_last_checkpoint(context: RunContext) -> None:
-    """Have the trainer save a checkpoint of the last step, from which the run can be extended. See `_ask_trainer`."""
+    """Have the trainer save a checkpoint of the last step, from which the run can be extended.
+
+    Waits and fails as `_ask_trainer` does.
+    """
     request = TrainerSaveCheckpointRequest(rotate=True)
     await _ask_trainer(lambda trainer: trainer.SaveCheckpoint(request, timeout=LONG_CALL_SECONDS), context)
 
 
 async def _ask_trainer(ask: Callable[[TrainerStub], Awaitable[Result]], context: RunContext) -> Result:
-    """Call the trainer without a time limit, and wait for it if it restarts.
+    """Call the trainer without a time limit. If the trainer restarts, wait for it and call again.
 
     While the trainer's disk is full, wait and call again: a run's last files are not written at a later step.
 
-    Raises ExportFailed: no trainer was registered for health.role_timeout_seconds, or it refuses.
+    Raises ExportFailed: no trainer was registered for health.role_timeout_seconds, or the trainer refuses.
     """
     fleet, away_seconds = context.fleet, context.config.health.role_timeout_seconds
     problem = "no trainer is registered"
@@ -173,16 +176,17 @@ async def _ask_trainer(ask: Callable[[TrainerStub], Awaitable[Result]], context:
 
 @dataclass(frozen=True)
 class Retention:
-    """Limits on ended runs in Redis: the oldest are deleted first, and the newest always stays."""
+    """Limits on ended runs in Redis. The oldest ended runs are deleted first, and the newest always stays."""
 
     runs: int
     bytes: int
-    """Maximum bytes of all ended runs together."""
+    """Maximum size in Redis of all ended runs together, in bytes."""
     days: float
-    """Maximum days since the end of the run."""
+    """Maximum time since the end of a run, in days."""
 
     def expired(self, runs: Sequence[tuple[RunRecord, int]], now: datetime) -> list[str]:
-        """Return the ids of runs to delete. `runs`: all runs, newest first, each with its bytes in Redis."""
+        """Return the ids of ended runs to delete. `runs` has all runs, newest first, each with its size in Redis in
+        bytes."""
         expired = []
         kept, taken = 0, 0
         for record, size in runs:

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 Final = TypeVar("Final", GenerateResponse, ConverseResponse)
 
 ATTEMPTS = 5
-"""Attempts for one prompt before the evaluation fails."""
+"""Maximum attempts to answer and score one prompt; after the last, the evaluation fails."""
 RETRY_SECONDS = 2.0
 POLL_SECONDS = 0.5
 TURN = 16
@@ -63,7 +63,7 @@ class _TooLarge(Exception):
 
 @dataclass
 class _Question:
-    """A prompt of a set and its attempts."""
+    """One prompt of an evaluation set, and how often it was given to a replica."""
 
     asked: ResolvedSet
     index: int
@@ -78,7 +78,7 @@ Evaluated = dict[str, list[ScoredAnswer]]
 
 
 class Evaluator:
-    """Evaluates one run."""
+    """Evaluates versions of one run on its evaluation sets."""
 
     def __init__(self, context: RunContext, data: RunData) -> None:
         self._context = context
@@ -122,7 +122,7 @@ class Evaluator:
             self.in_progress -= 1
 
     async def summarise(self, found: Evaluated) -> dict[str, float]:
-        """Return the metrics of all sets."""
+        """Return the metrics of all evaluation sets."""
         metrics: dict[str, float] = {}
         for one in self._sets:
             metrics |= await asyncio.to_thread(summarise_set, one, found[one.name])
@@ -167,7 +167,7 @@ class _Evaluation:
     async def run(self, questions: Iterable[_Question], on_progress: Callable[[int], None]) -> Evaluated:
         """Evaluate all prompts; returns their answers in any order. Raises EvaluationFailed.
 
-        `on_progress` gets the number of answers so far.
+        `on_progress` gets the number of answers scored so far.
         """
         waiting = deque(questions)
         found: Evaluated = defaultdict(list)
@@ -225,7 +225,8 @@ class _Evaluation:
         return self._context.fleet.ready(AGENT)
 
     def _engines(self) -> list[Replica]:
-        """Return the engines that serve the version in this term or a later one, in which its weights are the same."""
+        """Return the engines that serve the evaluated version in this term or a later one, in which its weights are the
+        same. Beside training, engines with a later version count, too."""
         term, version = self._version
         return [
             engine
@@ -236,7 +237,7 @@ class _Evaluation:
         ]
 
     async def _prompt(self, question: _Question) -> Prompt:
-        """Read a prompt. Raises DataError."""
+        """Return the prompt that a question names. Raises DataError if the data can't be read."""
         data = self._data[question.asked.name]
         if not self._context.config.has_media:
             return data.prompt(question.index)
@@ -335,7 +336,7 @@ class _Evaluation:
     async def _read_all(
         self, asked: ResolvedSet, call: AsyncIterable[Final], replica: Replica, stall_seconds: float
     ) -> list[Final]:
-        """Return the answers that a call streams, in order."""
+        """Return the answers of a streamed call, sorted by sample. Raises _Retry if some are missing."""
 
         async def read() -> list[Final]:
             return sorted([final async for final in call], key=lambda final: final.sample)
@@ -389,7 +390,8 @@ class _Evaluation:
             raise _Retry(f"{replica.replica_id}: {explain(error)}") from error
 
     async def _await_any(self, find: Callable[[], list[Replica]], condition: str) -> list[Replica]:
-        """Wait until `find` returns replicas. Raises EvaluationFailed if they keep failing, or don't appear in time."""
+        """Wait until `find` returns at least one replica. Raises EvaluationFailed if the replicas keep failing, or if
+        none appears within eval.stall_seconds."""
         since = time.monotonic()
         while not (found := find()):
             if (failure := self._context.fleet.failure()) is not None:
@@ -402,7 +404,7 @@ class _Evaluation:
         return found
 
     def _report(self, question: _Question, problem: str) -> None:
-        """Log a problem once. Raises EvaluationFailed after the last attempt."""
+        """Log why an attempt failed; the same reason only once. Raises EvaluationFailed if it was the last attempt."""
         if question.attempts >= ATTEMPTS:
             raise EvaluationFailed(f"{problem} (attempt {question.attempts} of {ATTEMPTS})")
         if problem not in self._reported:

@@ -29,7 +29,7 @@ Check = Callable[[], None]
 
 
 class AppendedFile:
-    """Appends to a file that stays open.
+    """A file that stays open for appending.
 
     A coordinator that takes the file over puts a copy in its place. A replaced coordinator that has not noticed yet
     keeps appending to its open file, which is no longer read. So no lock is needed, and a stopped coordinator blocks no
@@ -41,7 +41,8 @@ class AppendedFile:
         self._file: io.FileIO | None = None
 
     def replace(self, parts: Iterable[bytes], check: Check) -> None:
-        """Replace the file by one with this content, and append to the new one. Raises what `check` raises.
+        """Write a new file with this content and put it in the old one's place; later appends go to the new file.
+        Raises what `check` raises.
 
         After an error the old file is still in place and open, so the call may be repeated or skipped.
         """
@@ -69,7 +70,7 @@ class AppendedFile:
                     path.unlink()
 
     def append(self, parts: Iterable[bytes]) -> None:
-        """Append to the file, all parts or none. Raises OSError."""
+        """Append the parts to the file, all or none. Raises OSError."""
         assert self._file is not None, "replace comes first"
         append_whole(self._file, b"".join(parts))
 
@@ -86,10 +87,10 @@ class AppendedFile:
 
 
 PAGE = 256
-"""Number of steps to read at once."""
+"""Maximum number of new steps in one read of the ledger."""
 COPIED_BYTES = 1 << 20
 Identity = tuple[int, int, float]
-"""`LedgerEntry.identity`: step, trainer term and time of the commit. Terms begin at 1; term 0: the commit is
+"""`LedgerEntry.identity`: step, trainer term and time of the commit. Terms begin at 1; term 0 means that the commit is
 unknown."""
 
 
@@ -109,11 +110,12 @@ class LedgerFile(AppendedFile):
 
     @property
     def last_step(self) -> int:
-        """The last step in the file."""
+        """Number of the last step in ledger.jsonl; 0 without steps."""
         return self._last[0]
 
     def take_over(self, read: ReadLedger, check: Check) -> int:
-        """Take the file over, and bring it up to date. `check` is called before the file is replaced, now and later.
+        """Take ledger.jsonl over from an earlier coordinator, and bring it up to date with the board's ledger. `check`
+        is called before the file is replaced, now and later.
 
         Returns the last step that both the file and the ledger had before.
         """
@@ -127,7 +129,7 @@ class LedgerFile(AppendedFile):
         return kept
 
     def follow(self, read: ReadLedger) -> list[LedgerEntry]:
-        """Remove lines that the ledger lacks, then append the next steps, at most PAGE. Returns the appended steps.
+        """Remove the file's lines that the board's ledger lacks, then append and return at most PAGE new steps.
 
         If `read` raises, the call can be repeated.
         """
@@ -153,7 +155,7 @@ class LedgerFile(AppendedFile):
         return entries
 
     def _rewind(self, read: ReadLedger) -> None:
-        """Replace the file by its lines up to the last one that is also in the ledger."""
+        """Replace ledger.jsonl by its lines up to the last one that is also in the board's ledger."""
         end, last = 0, (0, 0, 0.0)
         for found_end, line in newest_lines_with_ends(self._path):
             found = (line.get("step", 0), line.get("term", 0), line.get("time", 0.0))
@@ -174,7 +176,7 @@ class LedgerFile(AppendedFile):
 
 
 def _lines_until(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """Yield the bytes before `end`, with a line feed if the last line lacks one."""
+    """Yield a file's bytes before offset `end`, in parts, and a line feed if the last line lacks one."""
     last = b""
     while end > 0 and (part := file.read(min(COPIED_BYTES, end))):
         yield part
@@ -184,7 +186,7 @@ def _lines_until(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 
 Steps = Iterable[tuple[int, Mapping[str, Any]]]
-"""Pairs of a step and the values of its line, in order."""
+"""Steps in order, each with its metrics."""
 
 
 class MetricsFile:
@@ -200,12 +202,13 @@ class MetricsFile:
         self._evaluations: dict[int, dict[str, float]] = {}
         self._writing = threading.Lock()  # an evaluation may end beside training
         self.last_step = 0
-        """The last step in the file."""
+        """Number of the last step in metrics.jsonl."""
 
     def take_over(
         self, read: ReadLedger, check: Check, kept: int, last_step: int, evaluations: Iterable[Evaluation]
     ) -> None:
-        """Take the file over with its lines up to step `kept`; missing lines come from the ledger.
+        """Take metrics.jsonl over from an earlier coordinator, with its lines up to step `kept`. Missing lines come
+        from the ledger.
 
         `check` is called before the file is replaced, now and later.
         """
@@ -220,21 +223,22 @@ class MetricsFile:
             self._rewrite(lambda after, limit: [], last_step, last_step)
 
     def append(self, steps: Steps) -> None:
-        """Append steps, all or none. Raises OSError; the call can then be repeated."""
+        """Append the lines of steps to metrics.jsonl, all or none. Raises OSError; the call can then be repeated."""
         with self._writing:
             steps = list(steps)
             self._file.append(self._line(step, metrics) for step, metrics in steps)
             self.last_step = max((step for step, _ in steps), default=self.last_step)
 
     def add(self, evaluation: Evaluation) -> None:
-        """Add an evaluation to its step's line, or to the step's future line if the step isn't in the file yet."""
+        """Add an evaluation's metrics to its step's line in metrics.jsonl, or keep them for the line if it isn't there
+        yet."""
         self._evaluations[evaluation.step] = evaluation.metrics
         if evaluation.step <= self.last_step:
             with self._writing:
                 self._file.replace(self._lines_with(evaluation.step), self._check)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close metrics.jsonl."""
         self._file.close()
 
     def _rewrite(self, read: ReadLedger, kept: int, last_step: int) -> None:
@@ -243,8 +247,8 @@ class MetricsFile:
             self.last_step = last_step
 
     def _lines_with(self, step: int) -> Iterator[bytes]:
-        """Yield all lines, with the evaluation added to this step's line. Only that line is decoded: all would take
-        seconds."""
+        """Yield all lines of the file, adding the evaluation's metrics to this step's line. Only that line is decoded:
+        decoding all would take seconds."""
         beginning = json_line({"step": step})[:-2]
         with self._path.open("rb") as file:
             lines = iter(file)
@@ -259,7 +263,8 @@ class MetricsFile:
                 yield self._line(step, json.loads(line)) if _begins(line, beginning) else line
 
     def _lines(self, read: ReadLedger, kept: int, last_step: int) -> Iterator[bytes]:
-        """Yield the line of every step up to the last one, in order: the file's up to `kept`, then the ledger's."""
+        """Yield the lines of all steps up to `last_step`, in order. Lines up to step `kept` come from the file, later
+        and missing ones from the ledger."""
         done = 0
         start = {}
         for line in read_lines(self._path):
@@ -277,7 +282,7 @@ class MetricsFile:
         yield from self._missing(read, done, last_step)
 
     def _missing(self, read: ReadLedger, after: int, until: int) -> Iterator[bytes]:
-        """Yield lines with the ledger's content for these steps."""
+        """Yield lines for the steps from `after` + 1 to `until`, with the metrics in the ledger."""
         while after < until:
             try:
                 entries = read(after, min(PAGE, until - after))
@@ -295,8 +300,8 @@ class MetricsFile:
 
 
 def _begins(line: bytes, beginning: bytes) -> bool:
-    """Return True if a line starts with `beginning`, which ends with the step: the line of step 12 doesn't match step
-    1."""
+    """Return True if a line starts with `beginning`, and the step's number ends there, too: the line of step 12 doesn't
+    match step 1."""
     return line.startswith(beginning) and line[len(beginning) :][:1] in (b",", b"}")
 
 

@@ -35,7 +35,7 @@ from services.coordinator.state.retries import MediaHostRetry
 logger = logging.getLogger(__name__)
 
 BATCH = 16
-"""Maximum number of groups in one publish."""
+"""Maximum number of groups that are published at once."""
 IDLE_SECONDS = 0.1
 SOURCE_LETTERS = 100
 RELIEVE_SECONDS = 2.0
@@ -49,13 +49,13 @@ def group_id_at(place: Place) -> str:
 
 
 def place_of(group_id: str) -> Place:
-    """Return the place of a group or of its retry."""
+    """Return the place in the prompt sequence of a group id; a retry has its first attempt's place."""
     epoch, _, position = group_id.partition("~")[0].partition("-")
     return int(epoch), int(position)
 
 
 def _facts(visit: Visited) -> dict[str, JSON]:
-    """Return the fields of a prompt for the record of its group's outcome."""
+    """Return a prompt's index, number of tokens, visit's reason and source, for the record of its group's outcome."""
     source = visit.prompt.metadata.get("data_source")
     facts: dict[str, JSON] = {"index": visit.prompt.index, "prompt_tokens": len(visit.prompt.tokens)}
     if visit.why:
@@ -79,8 +79,8 @@ class Publisher:
         oldest_version: Callable[[], int | None],
         wanted: Callable[[], bool],
     ) -> None:
-        """`visits` chooses the prompts; `oldest_version` returns the oldest version on engines that take prompts;
-        `wanted` returns True while the run takes groups."""
+        """`visits` chooses the prompts. `oldest_version` returns the oldest version among the engines that take
+        prompts. `wanted` returns True while the run takes groups."""
         self._context = context
         self._prompts = data.train
         self._visits = visits
@@ -90,17 +90,17 @@ class Publisher:
         self._full_since: float | None = None
         self._media_hosts = MediaHostRetry(f"run {context.run_id}", context.config.data)
         self._largest_media: int | None = None
-        """Bytes of the largest media of a prompt that was read so far; None before the first."""
+        """Bytes of the largest media of any prompt so far; None before the first prompt."""
         self.gate = ("", "")
-        """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
-        open or the run has all its groups."""
+        """Why the admission gate is shut: a word (Admission.limit or "sampler") and a sentence. Both are empty while
+        the gate is open or the run has all its groups."""
         self.redis = ""
         """Reason why Redis doesn't answer; empty while it does."""
         self.failure: PromptsFailed | None = None
         """Reason why the run can't continue; None while it can."""
 
     async def run_forever(self) -> None:
-        """Update the gate and publish groups while it is open."""
+        """Publish groups whenever the admission gate is open. Runs until cancelled."""
         reachable = True
         while True:
             published = 0
@@ -126,7 +126,7 @@ class Publisher:
                 await self._context.registry.changed.wait(pause)  # idle: `gate` and `redis` say why
 
     async def _publish(self, oldest_version: int | None, wanted: bool) -> int:
-        """Set the gate and publish one batch; returns the number of groups."""
+        """Tell the board the gate's state and publish at most BATCH groups; returns the number of groups."""
         board = self._context.board
         await board.set_gate(term=self._context.term, oldest_version=oldest_version, open=wanted)
         if not wanted or oldest_version is None:
@@ -181,7 +181,7 @@ class Publisher:
         return visits
 
     async def _report_gate(self, room: int, limit: str, detail: str) -> None:
-        """Update `gate`, the reason why publishing waits; drop surplus groups if Redis stays full."""
+        """Record in `gate` why publishing waits. If Redis stays full for RELIEVE_SECONDS, drop surplus groups."""
         closed = room <= 0 and limit not in ("closed", "complete")
         if closed and limit in ("memory", "full") and limit != self.gate[0]:
             logger.info("run %s: publishing waits: %s", self._context.run_id, detail)
@@ -236,10 +236,10 @@ class Publisher:
         )
 
     def _most_bytes(self) -> int:
-        """Return the maximum bytes of a group. Media count with the largest size so far; at first, with the maximum
-        that the prompt token limit allows.
+        """Return the maximum bytes that a group may need. Its media count with the largest size so far; at first, with
+        the maximum that the prompt token limit allows.
 
-        The board could refuse a group above this maximum although `admission` allowed it.
+        The board could refuse a larger group although `admission` allowed it.
         """
         config, media = self._context.config, self._largest_media
         if media is None:

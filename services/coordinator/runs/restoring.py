@@ -38,7 +38,8 @@ from services.coordinator.runs.starting import NEW_DATA_AND_CURRICULUM, check_ru
 from services.coordinator.state.records import Outcome, Phase, RunRecord
 
 SKIPPED_TRAINER_TERMS = 16
-"""Number of trainer terms to skip: later trainers may have left nothing in the folder and must not commit again."""
+"""Number of trainer terms to skip in a restored run. Trainers of these terms may have left no trace in the folder, and
+must not commit again."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def read_run(folder_name: str, steps: int = 0, *, new_data: bool = False) -> Res
 
 
 def _continued(record: RunRecord, steps: int) -> RunRecord:
-    """Return the record of a run that continues after `steps`, without its pause, its end and later evaluations."""
+    """Return the record with which a run continues after step `steps`. The pause, the outcome and the evaluations of
+    later steps are cleared."""
     changes: dict[str, Any] = {"begin_time": datetime.now(UTC), "paused": None, "evaluating": 0}
     changes["evaluations"] = tuple(one for one in record.evaluations if one.step <= steps)
     changes |= {"forgiven_drops": 0, "forgiven_filtered": 0}
@@ -161,7 +163,8 @@ def _extended(config: RunConfig, steps: int, done: int, folder: Path) -> RunConf
 
 
 def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequence[LedgerEntry]) -> Cursor:
-    """Return the resume position: the checkpoint's open groups, then its cursor, without groups trained since."""
+    """Return the data position from which the run resumes: first the checkpoint's open groups, then the prompts after
+    its cursor, except groups trained since."""
     return prompts.resumed(
         Cursor.from_json(board.get("cursor")),
         {place_of(group_id) for group_id in board.get("open_groups", ())},
@@ -170,8 +173,8 @@ def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequen
 
 
 def _next_epoch(board: dict[str, Any], ledger: Sequence[LedgerEntry]) -> Cursor:
-    """Return the first position for new prompts, in an epoch without published groups: group ids contain epoch and
-    position."""
+    """Return the start of the first epoch without published groups. New prompts need a new epoch because group ids
+    contain epoch and position."""
     trained = (place_of(group_id)[0] for entry in ledger for group_id in entry.plan["groups"])
     return Cursor(epoch=1 + max((Cursor.from_json(board.get("cursor")).epoch, *trained)))
 
@@ -219,7 +222,7 @@ def _lines_of_ledger(path: Path) -> Iterator[LedgerEntry]:
 
 
 def _plan_of(step_file: Path) -> dict[str, Any]:
-    """Read the plan from a safetensors header: 8 bytes with the length of the JSON that follows."""
+    """Read a step's plan from the header of its safetensors file: 8 bytes with the length of the JSON that follows."""
     try:
         with step_file.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -77,11 +77,11 @@ def _git(root: Path, *words: str) -> str | None:
 _log = logging.getLogger(__name__)
 
 NO_REWARDS = ("eval_response_length", "eval_truncated_share", "eval_prompts", "eval_unscored")
-"""Metrics of an evaluation other than the reward and its parts."""
+"""Names of an evaluation's metrics other than the reward and its parts."""
 
 KeepLines = Callable[[str, Sequence[Mapping[str, Any]]], None]
-"""Function (set name, lines) that stores lines about answers. Called in threads, in the order in which prompts
-finish."""
+"""Function (set name, lines) that stores lines about evaluation answers. Called in threads, in the order in which
+prompts finish."""
 
 
 class RunFiles:
@@ -98,12 +98,12 @@ class RunFiles:
         self._kept = sys.maxsize
         """The last step on which ledger.jsonl and the board's ledger agreed when the folder was taken over."""
         self._sent: set[tuple[int, str]] | None = None
-        """Versions and digests in weights.jsonl; None before it was read."""
+        """Versions, each with a digest of its weights, in weights.jsonl; None before the file was read."""
         self._check: Check = lambda: None
 
     @property
     def last_step(self) -> int:
-        """The last step in metrics.jsonl, once the folder was taken over."""
+        """Number of the last step in metrics.jsonl, once the folder was taken over."""
         return self.metrics.last_step
 
     def create(self, config_toml: str, config: RunConfig) -> None:
@@ -123,7 +123,8 @@ class RunFiles:
         (self.folder / SUMMARY).unlink(missing_ok=True)
 
     def take_over_steps(self, read: ReadLedger, check: Check, evaluations: Iterable[Evaluation]) -> None:
-        """Take ledger.jsonl and metrics.jsonl over from an earlier coordinator, and complete them from the ledger.
+        """Take ledger.jsonl and metrics.jsonl over from an earlier coordinator, and complete them from the board's
+        ledger.
 
         Raises what `read` and `check` raise; the call can then be repeated.
         """
@@ -155,7 +156,7 @@ class RunFiles:
         self.metrics.close()
 
     def write_record(self, record: RunRecord) -> None:
-        """Write run.json."""
+        """Write the run's record to run.json."""
         self.folder.mkdir(parents=True, exist_ok=True)
         replace_file(self.folder / RECORD, record.model_dump_json(indent=2) + "\n")
 
@@ -168,7 +169,7 @@ class RunFiles:
         return append_lines(self.folder / GROUPS, "".join(lines))
 
     def append_weights(self, sent: Mapping[int, Sequence[str]]) -> None:
-        """Append the missing digests of versions to weights.jsonl. Raises OSError."""
+        """Append versions and their weight digests to weights.jsonl, except those already there. Raises OSError."""
         path = self.folder / WEIGHTS
         if self._sent is None:
             self._sent = {(line["version"], line["digest"]) for line in read_lines(path)}
@@ -314,7 +315,8 @@ def held_folder(folder: Path, stack: str, *, beside: Collection[str] = ()) -> It
 
 
 def _lock(file: IO[bytes], stack: str) -> bool:
-    """Lock a file and write a stack's identity. Returns False if another process or thread has locked it."""
+    """Lock a file and write a stack's identity into it. Returns False if another process or thread has locked the
+    file."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -326,7 +328,8 @@ def _lock(file: IO[bytes], stack: str) -> bool:
 
 @contextmanager
 def _locking(file: IO[bytes], stack: str) -> Iterator[None]:
-    """Inside the context, try in a thread to lock a file with `_lock`, until its holder has released it."""
+    """Inside the context, a thread repeatedly tries to lock a file with `_lock`, until the file's holder has released
+    it."""
     over = threading.Event()
 
     def lock() -> None:

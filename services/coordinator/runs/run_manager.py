@@ -1,4 +1,4 @@
-"""All runs: the active run with its task, and earlier runs from their records."""
+"""Manager of runs: the active run with its task, and earlier runs known from their records."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ MAX_ENDED_RUNS = 1000
 
 @dataclass(frozen=True)
 class RunDigest:
-    """State of a run that is known without reading Redis. Watchers see changes at once."""
+    """State of a run that is known without reading Redis. Watchers of the run learn of changes at once."""
 
     state: "pb.RunState.ValueType"
     reason: str
@@ -52,7 +52,7 @@ class RunDigest:
 
 
 class RunManager:
-    """Starts, restores, resumes, deletes and finds runs."""
+    """Starts, restores, resumes, deletes and finds the runs of this coordinator."""
 
     def __init__(
         self,
@@ -74,14 +74,15 @@ class RunManager:
         self._closing = False
         self._boards = RunBoards(settings.redis)
         self._ended_runs: dict[str, pb.Run] = {}
-        """Messages of ended runs, which never change."""
+        """Messages (pb.Run) about ended runs, which never change, by run id."""
         self._last_active = pb.Run()
-        """Last message about the active run, repeated while Redis doesn't answer."""
+        """Last message (pb.Run) about the active run, repeated while Redis doesn't answer."""
         self.active: ActiveRun | None = None
         self._assigned: tuple[RunRecord, pb.Assignment] | None = None
-        """The run's record and the assignment made from it, which answers to heartbeats repeat."""
+        """The active run's record, and the assignment made from it. Replicas get this assignment with each heartbeat's
+        answer."""
         self._ended = ""
-        """Sentence about the last active run's end, for the errors of late requests."""
+        """Sentence about how the last active run ended, for errors of requests that come after its end."""
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class RunManager:
                 return await self._restore_held(folder, steps, held, new_data=new_data)
 
     async def _restore_held(self, folder: str, steps: int, held: ExitStack, *, new_data: bool) -> ActiveRun:
-        """Restore the run of a folder that this coordinator holds until `held` is closed."""
+        """Restore and launch the run of a folder that this coordinator holds until `held` is closed."""
         restored = await asyncio.to_thread(read_run, folder, steps, new_data=new_data)
         run_id = restored.record.run_id
         known = await self._store.run(run_id)
@@ -276,7 +277,7 @@ class RunManager:
             await self._delete_board(run_id, RunBoard(self._settings.redis, run_id, (), BoardConfig()))
 
     async def _delete_board(self, run_id: str, board: RunBoard) -> None:
-        """Delete a run's board."""
+        """Delete a run's board from Redis, and record that the deletion is complete."""
         try:
             await read_board(board.delete())
             await self._store.end_delete(run_id)
@@ -306,7 +307,7 @@ class RunManager:
             raise self._busy(str(error)) from error
 
     async def _active_run(self, record: RunRecord, config: RunConfig, data: RunData, files: RunFiles) -> ActiveRun:
-        """Return a run that `_launch` can start. Raises StoreUnavailable."""
+        """Return an active run with its board, fleet and files, ready for `_launch`. Raises StoreUnavailable."""
         context = RunContext(
             run_id=record.run_id,
             config=config,
@@ -319,7 +320,7 @@ class RunManager:
         return ActiveRun(context, record, data, files, await self._store.weights())
 
     def _launch(self, active: ActiveRun, held: ExitStack) -> None:
-        """Start the run's task. At its end the task closes `held`, the hold on its folder."""
+        """Start the task that drives the run. At its end the task closes `held`, which releases the run's folder."""
         freeze_objects()  # also those of the last run are collected
         self.active = active
         self._ended_runs.pop(active.record.run_id, None)  # an earlier run of this id
@@ -388,21 +389,21 @@ class RunManager:
         return records
 
     def board(self, record: RunRecord) -> RunBoard:
-        """Return the board of a run, connected."""
+        """Return a connected board for a run."""
         return self._boards.open(record, active=self.active.record.run_id if self.active else None)
 
     def glance(self, record: RunRecord) -> RunDigest:
-        """Return the state of a run that is known without reading Redis."""
+        """Return what is known about a run's state without reading Redis."""
         active = self._active(record)
         return RunDigest(run_state(record), record.reason_shown, active.step if active is not None else 0)
 
     def _active(self, record: RunRecord) -> ActiveRun | None:
-        """Return the active run if the record belongs to it."""
+        """Return the active run if it has this record's id, otherwise None."""
         return self.active if self.active is not None and self.active.record.run_id == record.run_id else None
 
     async def message(self, record: RunRecord) -> pb.Run:
-        """Return the message about a run; while Redis doesn't answer, the active run's last message. Raises
-        Unavailable."""
+        """Return the message (pb.Run) that describes a run to clients; while Redis doesn't answer, the active run's
+        last message. Raises Unavailable."""
         active = self._active(record)
         if active is None and record.run_id in self._ended_runs:  # the active run may be of the same id
             return self._ended_runs[record.run_id]
@@ -447,7 +448,7 @@ class RunManager:
         return (await self._store.health(record.run_id)).events
 
     def assignment(self, replica_id: str) -> pb.Assignment:
-        """Return a replica's assignment: the active run, the reason to stand by, or nothing."""
+        """Return a replica's assignment: the active run, a reason to idle, or an empty assignment without a run."""
         if self.active is None or not self.active.assignable:
             return pb.Assignment()
         if reason := self.active.fleet.idle_reason(replica_id):
@@ -463,7 +464,7 @@ class RunManager:
 
 
 def _begin_again(restored: Restored, *, extended: bool) -> None:
-    """Remove the summary of a run that continues; if it is `extended`, write its new configuration.
+    """Remove summary.json of an ended run that continues. If the run is `extended`, write its new configuration.
 
     Raises ResourceExhausted: the folder can't be written to, for example because its disk is full.
     """

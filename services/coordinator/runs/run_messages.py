@@ -1,4 +1,4 @@
-"""Messages about a run: its state, steps, samples, health and events; its closed groups and its services' logs."""
+"""Conversion of a run's state, steps, samples, health, events, closed groups and service logs to protobuf messages."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from services.coordinator.state.records import Event, Health, HealthRecord, Phas
 
 
 def run_state(record: RunRecord) -> "pb.RunState.ValueType":
-    """Return a run's visible state."""
+    """Return a run's state as clients see it: the phase, unless the run is stopping or paused."""
     if record.stop_reason and not record.phase.ended:
         return pb.RUN_STATE_STOPPING
     if record.paused is not None and record.phase in (Phase.PENDING, Phase.RUNNING):
@@ -36,7 +36,7 @@ def run_state(record: RunRecord) -> "pb.RunState.ValueType":
 
 
 async def run_message(record: RunRecord, steps: int, board: AsyncBoard, oldest_version: int | None) -> pb.Run:
-    """Convert a run, with its progress from the board."""
+    """Return the message (pb.Run) about a run: its record, and its progress from the board."""
     run = pb.Run(
         run_id=record.run_id,
         state=run_state(record),
@@ -73,7 +73,7 @@ async def _add_board(run: pb.Run, board: AsyncBoard) -> None:
 
 
 def step_messages(steps: CommittedSteps, after_step: int, limit: int) -> list[pb.StepMetrics]:
-    """Return at most `limit` steps after a step. Reads Redis: call it from a thread."""
+    """Return at most `limit` steps of a run after the given step. Reads Redis: call it from a thread."""
     messages = []
     for entry in steps(after_step, limit):
         message = pb.StepMetrics(step=entry.step, metrics=entry.metrics)
@@ -85,9 +85,9 @@ def step_messages(steps: CommittedSteps, after_step: int, limit: int) -> list[pb
 def sample_message(
     sample: dict[str, Any], texts: Callable[[Sequence[int]], list[str]] | None = None
 ) -> pb.TrainedSample:
-    """Convert a trained sample from the board; its keys are fields of TrainedSample.
+    """Convert a trained sample from the board to a message. Keys that aren't fields of TrainedSample are left out.
 
-    `texts` returns the texts of tokens; without it the sample has no tokens.
+    `texts` converts token ids to texts; without this function the message has no tokens.
     """
     fields = pb.TrainedSample.DESCRIPTOR.fields_by_name
     message = pb.TrainedSample(**{key: value for key, value in sample.items() if key in fields and key != "tokens"})
@@ -104,7 +104,7 @@ def _health_state(state: Health) -> "health_pb2.HealthState.ValueType":
 
 
 def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_pb2.Health]:
-    """Convert a health record: every role, each followed by its replicas."""
+    """Convert a health record to messages: one for each role, each followed by those for its replicas."""
     messages = [
         health_pb2.Health(role=role.role, state=_health_state(role.state), reason=role.reason, restarts=role.rebuilds)
         for role in record.roles.values()
@@ -124,7 +124,7 @@ def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_p
 
 
 def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEvent]:
-    """Convert the events numbered above `after`."""
+    """Convert the events with numbers above `after` to messages."""
     messages = []
     for event in events:
         if event.number > after:
@@ -144,9 +144,10 @@ MAX_READ_GROUPS = 1_000_000
 
 DEFAULT_LOG_LINES = 500
 MAX_LINE_LETTERS = 4000
-"""Maximum characters of a line of a log in an answer."""
+"""Maximum characters of one log line in an answer; longer lines are cut."""
 MAX_LOG_BYTES, MIN_LOG_BYTES = 16 << 20, 64 << 10
-"""Maximum bytes that one call reads from all logs together, and minimum limit of each log, in bytes."""
+"""MAX_LOG_BYTES: maximum bytes that one call reads from all logs together. MIN_LOG_BYTES: minimum bytes that it may
+read from each log."""
 MAX_READ_LINES = 50_000
 """Maximum number of lines that one call reads of each log."""
 LATE_LINES = timedelta(seconds=10)
@@ -156,7 +157,7 @@ logger = logging.getLogger(__name__)
 
 
 def group_tests(request: pb.GetGroupsRequest) -> list[Test]:
-    """Return the tests that the wanted groups pass. Raises InvalidArgument."""
+    """Return the filters of a GetGroups request, as functions that test a group. Raises InvalidArgument."""
     violations, tests = Violations(), []
     check_run_id(request.run_id, violations)
     in_range = 0 <= request.max_groups <= MAX_GROUPS
@@ -175,7 +176,7 @@ def group_tests(request: pb.GetGroupsRequest) -> list[Test]:
 
 
 def find_groups(folder: Path, tests: Sequence[Test], count: int) -> pb.GetGroupsResponse:
-    """Return the newest closed groups that pass all tests, at most `count` (0: DEFAULT_GROUPS).
+    """Return the newest closed groups that pass all `tests`, at most `count` (0: DEFAULT_GROUPS).
 
     Reads files: call it in a thread.
     """
@@ -192,7 +193,8 @@ def find_groups(folder: Path, tests: Sequence[Test], count: int) -> pb.GetGroups
 
 
 def read_logs(record: RunRecord, stack_logs: str, request: pb.GetLogsRequest) -> pb.GetLogsResponse:
-    """Return the newest log lines from a run's folder, or else those of the run's time from the folder `stack_logs`.
+    """Return the newest log lines of a run: from its folder, or if there are none, those of the run's time from the
+    folder `stack_logs`.
 
     Reads files: call it in a thread. Raises FailedPrecondition: there are no logs; InvalidArgument: this service has
     none.

@@ -27,20 +27,20 @@ from services.coordinator.state.records import RunRecord
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start."""
+    """A checked run with its data and folder, ready to start."""
 
     record: RunRecord
     config: RunConfig
     data: RunData
     files: RunFiles
     held: contextlib.ExitStack
-    """Context that holds the run's folder until closed."""
+    """Context whose end releases the run's folder."""
     warnings: tuple[str, ...] = ()
-    """Problems that may delay the run later."""
+    """Sentences about problems that don't prevent the start but may delay the run later."""
 
 
 def check_run_id(run_id: str, violations: Violations, *, optional: bool = True) -> None:
-    """Check the run id of a request; with `optional` it may be empty."""
+    """Check the run id in a request, adding to `violations` if it is invalid. With `optional` it may be empty."""
     if run_id or not optional:
         violations.check(RUN_ID.fullmatch(run_id) is not None and run_id != RESERVED_RUN_ID, "run_id", RUN_ID_RULE)
 
@@ -119,7 +119,7 @@ NEW_DATA_AND_CURRICULUM = (
 
 
 def check_same_prompts(record: RunRecord, config: RunConfig, train: PromptDataset) -> None:
-    """Check that a run continues with its original prompts. Raises DataError."""
+    """Check that a run would continue with the prompts with which it began. Raises DataError."""
     if not record.prompts or (record.prompts, record.prompts_digest) == (train.prompts, train.digest):
         return
     changed = (
@@ -164,5 +164,5 @@ def _check_sizes(run_id: str, config: RunConfig, data: RunData, redis_url: str) 
 
 
 def _field(setting: str) -> str:
-    """Return the field name of a setting for a violation."""
+    """Return the request field that a violation names for a setting, such as config_toml.data.path."""
     return f"config_toml.{setting}" if setting else "config_toml"

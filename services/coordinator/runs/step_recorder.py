@@ -27,7 +27,7 @@ from services.coordinator.state.records import Evaluation
 from services.coordinator.state.retries import FolderRetry, RedisRetry
 
 BUSY, PAUSED = 1.0, 2.0
-"""Values of the gauge engine_state of an engine that generates, and of one that is paused."""
+"""Values of the gauge engine_state: BUSY while the engine generates, PAUSED while it is paused."""
 MOST_IN_LINE = 32
 """Maximum number of replicas with separate values in a step's line. More would hardly be read, and hundreds would add
 tens of kilobytes to each line."""
@@ -35,12 +35,12 @@ tens of kilobytes to each line."""
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Shares of the time since the last step."""
+    """Shares of the time since the last step in which engines were busy, paused or idle and GPUs were idle."""
 
     metrics: dict[str, float]
-    """Means over replicas, by metric; unreported metrics are missing."""
+    """Means over replicas, by metric; a metric that no replica reported is missing."""
     replicas: dict[str, dict[str, float]]
-    """The share of each replica, by metric and replica id."""
+    """Shares of the individual replicas, by metric and replica id."""
 
     @property
     def line(self) -> dict[str, float | dict[str, dict[str, float]]]:
@@ -51,13 +51,13 @@ class StepUsage:
 
 @dataclass
 class _Counter:
-    """A sampled counter that grows by at most one second per second."""
+    """A counter of seconds that is read repeatedly. It can't grow faster than the clock."""
 
     counted: float
-    """Counter value up to which growth was attributed to steps."""
+    """Counter value, in seconds, up to which growth was already attributed to earlier steps."""
 
     def take(self, value: float, limit: float) -> float:
-        """Return the growth since the last call, at most `limit`; the rest stays for the next call."""
+        """Return the seconds counted since the last call, at most `limit`; the rest stays for the next call."""
         grown = min(max(0.0, value - self.counted), limit)
         self.counted += grown
         return grown
@@ -68,7 +68,7 @@ class _ReplicaUsage:
     """Utilisation of one replica since the last step."""
 
     since: float
-    """Clock time up to which usage was attributed to steps."""
+    """Clock time in seconds up to which the replica's usage was already attributed to steps."""
     engine: tuple[_Counter, _Counter] | None
     """Counters of the engine's busy and paused seconds; None before the replica reports them."""
     gpu_busy: float = 0.0
@@ -76,7 +76,7 @@ class _ReplicaUsage:
     gpu_seconds: float = 0.0
     sampled_at: float = 0.0
     prompts: tuple[float, float] = (0.0, 0.0)
-    """Prompt tokens of all samples up to the last step, and the prompt tokens that the engine prefilled."""
+    """Prompt tokens of all samples up to the last step, and how many of them the engine prefilled."""
 
 
 class Usage:
@@ -91,7 +91,8 @@ class Usage:
         self._seen: dict[tuple[str, float], _ReplicaUsage] = {}
 
     def sample(self, replicas: Sequence[Replica]) -> None:
-        """Sample the replicas; call it several times a second. A new replica is counted from its first sample."""
+        """Add the replicas' usage since the last sample to their sums; call it several times a second. A new replica is
+        counted from its first sample."""
         now = self._clock()
         seen = {}
         for replica in replicas:
@@ -109,7 +110,8 @@ class Usage:
         self._seen = seen
 
     def take(self, replicas: Sequence[Replica]) -> StepUsage:
-        """Return the shares of busy, paused and idle time since the last call."""
+        """Return the shares of time that engines were busy, paused and idle and that GPUs were idle, since the last
+        call."""
         self.sample(replicas)
         now = self._clock()
         shares: dict[str, dict[str, float]] = {"busy": {}, "paused": {}, "idle": {}}
@@ -162,7 +164,7 @@ def speed_per_gpu(metrics: Mapping[str, float], replicas: Sequence[Replica]) -> 
 
 
 def _engine_seconds(replica: Replica, now: float) -> tuple[float, float] | None:
-    """Return an engine's busy and paused seconds so far; None if its replica reports none."""
+    """Return how many seconds a replica's engine was busy and paused so far; None if the replica reports neither."""
     gauges = replica.status.gauges
     if "engine_state" not in gauges:
         return None
@@ -174,7 +176,8 @@ def _engine_seconds(replica: Replica, now: float) -> tuple[float, float] | None:
 
 
 def _prompt_tokens(replica: Replica) -> tuple[float, float]:
-    """Return the prompt tokens of all samples so far, and those that the engine prefilled; zeros if it reports none."""
+    """Return the prompt tokens of all samples so far, and those that the engine prefilled; zeros if the replica reports
+    none."""
     gauges = replica.status.gauges
     return gauges.get("engine_prompted_tokens", 0.0), gauges.get("engine_prefilled_tokens", 0.0)
 
@@ -184,11 +187,11 @@ def _counters(seconds: tuple[float, float] | None) -> tuple[_Counter, _Counter] 
 
 
 GroupResult = tuple[int, int, bool]
-"""A group's number of samples, number of right samples, and True if all rewards are equal."""
+"""Result of a scored group: number of samples, number of right samples, and True if all rewards are equal."""
 
 
 class ClosedGroups:
-    """Counts scored groups by step as they are closed. Lines have the form of groups.jsonl."""
+    """Counts the scored groups of each step as they are closed. Lines have the form of groups.jsonl."""
 
     def __init__(self) -> None:
         self._since: Counter[GroupResult] = Counter()
@@ -196,7 +199,7 @@ class ClosedGroups:
         self._by_step: dict[int, Counter[GroupResult]] = {}
 
     def load(self, folder: Path, last_step: int) -> None:
-        """Count the groups in a run's folder that were closed after this step."""
+        """Count the groups in a run's groups.jsonl that were closed after step `last_step`."""
         newer: list[Mapping[str, Any]] = []
         for line in newest_lines(folder / GROUPS):
             if 0 < line.get("step", 0) <= last_step:
@@ -205,7 +208,7 @@ class ClosedGroups:
         self.observe(reversed(newer))
 
     def observe(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Process new lines, oldest first."""
+        """Count the groups in new lines of groups.jsonl, given oldest first."""
         for line in lines:
             if "samples" in line:  # else it was not scored
                 self._since[line["samples"], line["right"], "equal_rewards" in line] += 1
@@ -214,7 +217,8 @@ class ClosedGroups:
                 self._since.clear()
 
     def take(self, step: int) -> dict[str, float]:
-        """Return the metrics of a step, and forget it and earlier ones. Empty if none of its groups is known."""
+        """Return the metrics of a step's groups, and forget the groups of this and earlier steps. Empty if none of the
+        step's groups is known."""
         groups = self._by_step.get(step)
         self._by_step = {later: counts for later, counts in self._by_step.items() if later > step}
         return metrics_of(groups) if groups else {}
@@ -259,7 +263,7 @@ class StepRecorder:
         sync_totals: Mapping[str, float],
         on_step: Callable[[int, Mapping[str, float]], None],
     ) -> None:
-        """`sync_totals`: WeightSync.totals; `on_step` is called with each new step and its metrics."""
+        """`sync_totals`: WeightSync.totals. `on_step` is called with each new step and its metrics."""
         self._context = context
         self._board = context.board
         self._files = files
@@ -277,9 +281,10 @@ class StepRecorder:
         self._trimmed_at = 0
         """The last step in the run's folder when the board's ledger was trimmed last."""
         self._reported_sync: dict[str, float] = {}
-        """Synchronisation totals that the metrics of earlier steps already contain."""
+        """Totals of the weight synchronisations that the metrics of earlier steps already contain."""
         self._reported_drops: Counter[str] | None = None
-        """Drops by reason that earlier steps' metrics contain; None before the first metrics after a start."""
+        """Number of dropped groups, by reason, that the metrics of earlier steps already contain; None before the first
+        metrics after a start."""
 
     @property
     def knows_groups(self) -> bool:
@@ -287,7 +292,7 @@ class StepRecorder:
         return self._last_fate is not None
 
     async def take_over(self, evaluations: Iterable[Evaluation]) -> None:
-        """Complete an earlier coordinator's files in the folder from the board, and read them."""
+        """Complete the folder's files, which an earlier coordinator wrote, from the board, and read them."""
         ledger, check = self._board.in_threads.ledger, self._context.store.in_threads.check
         await self._with_redis(self._files.take_over_steps, ledger, check, evaluations)
         self._sampled_step = await self._with_redis(self._files.rewind_samples, self._files.last_step)
@@ -299,7 +304,7 @@ class StepRecorder:
         self._last_fate = last_fate
 
     def begin(self) -> None:
-        """Exclude the synchronisations so far from the first step's metrics."""
+        """Exclude the weight synchronisations so far from the first step's metrics."""
         self._reported_sync = dict(self._sync_totals)
 
     def sample_usage(self) -> None:
@@ -307,7 +312,8 @@ class StepRecorder:
         self._usage.sample(self._context.fleet.devices())
 
     async def append_steps(self) -> None:
-        """Append new steps with their metrics, their groups and samples."""
+        """Append newly committed steps with their metrics to the run's folder, and also the new closed groups and
+        samples."""
         ledger = await self._with_redis(self._files.next_steps, self._board.in_threads.ledger)
         await self.append_groups()  # at least those of these steps
         devices = self._context.fleet.devices()
@@ -356,7 +362,7 @@ class StepRecorder:
             await self._redis.call(self._board.forget_weights, term=self._context.term, before=before)
 
     async def _append_samples(self) -> None:
-        """Copy the samples of new steps. A restored board has none of earlier steps."""
+        """Copy the samples of new steps from the board to the folder. A restored board has none of earlier steps."""
         if kept := self._context.config.telemetry.samples_per_step:
             for step in range(self._sampled_step + 1, self._files.last_step + 1):
                 page = await self._redis.call(self._board.sample_page, step, limit=kept)
@@ -374,7 +380,7 @@ class StepRecorder:
         self._trimmed_at = written
 
     async def _with_redis(self, operation: Callable[..., Result], *arguments: Any) -> Result:
-        """Run an operation on Redis and the folder, as soon as both are available."""
+        """Run an operation on Redis and the run's folder in a thread; repeat it until both are available."""
         return await self._redis.call(self._disk.in_thread, operation, *arguments)
 
     def _record_replicas(self, usage: StepUsage) -> None:
@@ -384,13 +390,13 @@ class StepRecorder:
                 telemetry.record(f"replica.{name}", share, labels)
 
     def _take_sync(self, steps: int) -> dict[str, float]:
-        """Return seconds and bytes of the synchronisations since the last call, per step."""
+        """Return the seconds and bytes of weight synchronisations since the last call, divided by `steps`."""
         before, self._reported_sync = self._reported_sync, dict(self._sync_totals)
         since = {name: total - before.get(name, 0.0) for name, total in self._reported_sync.items()}
         return {"sync_seconds": 0.0} | {name: value / max(steps, 1) for name, value in since.items() if value}
 
     async def _take_drops(self, steps: int) -> dict[str, float]:
-        """Return the groups dropped since the last call, in total and by reason, per step."""
+        """Return the number of groups dropped since the last call, in total and by reason, divided by `steps`."""
         counts = await self._redis.call(self._board.counts)
         dropped = Counter(counts.dropped_by_reason)
         before, self._reported_drops = self._reported_drops, dropped

@@ -1,6 +1,5 @@
-"""The process of a run's trackers and notifiers: started, watched and restarted.
-
-The run never waits for it while it trains.
+"""Starts, watches and restarts the process of a run's trackers and notifiers. While the run trains, it never waits for
+this process.
 """
 
 import asyncio
@@ -27,20 +26,21 @@ logger = logging.getLogger(__name__)
 
 MODULE = "relaxd.trackers"
 FINISH_SECONDS = 30.0
-"""Maximum seconds after a run's end in which trackers send the rest."""
+"""Maximum seconds after a run's end in which trackers may send their remaining data."""
 STOP_SECONDS = 10.0
-"""Maximum seconds in which trackers send the rest when the coordinator is stopped."""
+"""Maximum seconds in which trackers may send their remaining data when the coordinator is stopped."""
 RESTARTS = Backoff(first_seconds=1.0, max_seconds=60.0)
-"""Pause before the process is restarted. A process that ran for longer than the maximum pause resets the back-off."""
+"""Pauses before the trackers' process is restarted. A process that ran for longer than the maximum pause resets the
+back-off."""
 LINE_BYTES = 1 << 20
 KILL_SECONDS = 5.0
 """Maximum seconds for the kernel to end a killed process."""
 SECRETS = ("RELAXD_", "REDIS_URL")
 """Prefixes of environment variables that trackers don't get, because they configure services."""
 PROCESS = (pb.ALARM_KIND_TRACKER, "their process")
-"""Kind and name of a problem of the trackers' process itself."""
+"""Alarm kind and name for problems of the trackers' process itself, rather than of one tracker."""
 MAX_UNREAD_BYTES = 1 << 20
-"""Maximum bytes of statuses that the process hasn't read; above it, no more are sent until it reads."""
+"""Maximum bytes of run statuses that the trackers' process hasn't read yet; above this limit none are sent."""
 
 _BOOTSTRAP = f"""
 import importlib.util, runpy, sys
@@ -50,15 +50,15 @@ sys.modules["relaxd"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 runpy.run_module({MODULE!r}, run_name="__main__")
 """
-"""Program that runs MODULE in the interpreter of tracking.python. It imports relaxd by its path; adding the folder with
-relaxd to sys.path could make this interpreter's packages importable, too."""
+"""Source of a program that runs MODULE in the interpreter of tracking.python. The program loads relaxd from its path;
+adding relaxd's parent folder to sys.path could make this interpreter's packages importable, too."""
 
 
 class Tracking:
     """Runs the process of trackers and notifiers, which reads the run's folder, and stores their problems."""
 
     def __init__(self, run_id: str, config: RunConfig, folder: Path, step: Callable[[], int]) -> None:
-        """`step` returns the run's last step."""
+        """`step` returns the number of the run's last step."""
         self._run_id = run_id
         self._python = config.tracking.python
         self._given = {
@@ -69,27 +69,27 @@ class Tracking:
         }
         self._step = step
         self._status: Mapping[str, Any] | None = None
-        """The run's newest status."""
+        """The run's newest status, for notifiers; None before the first."""
         self._written: Mapping[str, Any] | None = None
-        """The last status that the process got."""
+        """The last status that was sent to the process; None before the first."""
         self._problems: dict[tuple[pb.AlarmKind.ValueType, str], tuple[int, str]] = {}
-        """The problem of each tracker or notifier, by kind and name, with the step since which it has it."""
+        """Problems of trackers and notifiers, by kind and name: the step at which each began, and its text."""
         self._told: set[tuple[pb.AlarmKind.ValueType, str]] = set()
         """Trackers and notifiers whose problems were logged as warnings."""
         self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
-        """Set when the process has ended after the run's end."""
+        """Event that is set when the trackers' process has ended after the run's end."""
         self._finishing = False
 
     def alarms(self) -> list[pb.Alarm]:
-        """Return the open problems."""
+        """Return the current problems of trackers and notifiers as alarms."""
         return [
             pb.Alarm(kind=kind, name=name, first_step=step, text=f"{_shown(kind, name)}: {problem}")
             for (kind, name), (step, problem) in self._problems.items()
         ]
 
     def tell(self, status: Mapping[str, Any]) -> None:
-        """Send the run's status to notifiers. Never waits; costs nothing if they have it."""
+        """Send the run's status to notifiers. Never waits; an unchanged status is not sent again."""
         self._status = status
         process = self._process
         if self._given["alerts"] is None or process is None or process.stdin is None or status == self._written:
@@ -100,7 +100,7 @@ class Tracking:
         self._written = status
 
     async def run_forever(self) -> None:
-        """Keep the process running until cancelled."""
+        """Run the process of trackers and notifiers until cancelled; restart it if it ends before the run does."""
         failures = 0
         while not self._finishing:
             began = time.monotonic()
@@ -168,7 +168,7 @@ class Tracking:
         return str(ChildExit(code))
 
     async def _stop(self, process: asyncio.subprocess.Process) -> int:
-        """Let the process end by itself after its input ended; kill it after STOP_SECONDS."""
+        """End the process by closing its input; kill it if it is still running after STOP_SECONDS."""
         assert process.stdin is not None
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
@@ -204,7 +204,7 @@ class Tracking:
 
 
 def needs_process(config: RunConfig) -> bool:
-    """Return whether a run has trackers, or addresses to notify."""
+    """Return True if the run has trackers, or addresses to notify."""
     return bool(config.tracking.trackers) or _notifies(config)
 
 
@@ -213,7 +213,7 @@ def _notifies(config: RunConfig) -> bool:
 
 
 def _shown(kind: pb.AlarmKind.ValueType, name: str) -> str:
-    """Return the name of a tracker or notifier; a notifier's is empty if no address could be read."""
+    """Return the name of a tracker or notifier for messages; a notifier's address is missing if none could be read."""
     if kind == pb.ALARM_KIND_TRACKER:
         return f"tracker {name}"
     return f"notifications to {name}" if name else "notifications"

@@ -22,12 +22,12 @@ LATE_SECONDS = 10.0
 FIRST_STEP_SECONDS = 30.0
 """Seconds after which the first step is late: its usual duration is unknown."""
 DISK = "the disk"
-"""Value of Reason.on when a run waits for room in its folder."""
+"""Value of Reason.on when the run waits for free space in its folder."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A replica of the run."""
+    """A replica of the run at one moment."""
 
     replica_id: str
     role: str
@@ -35,15 +35,15 @@ class Peer:
     detail: str = ""
     """The replica's own description of its work, for people."""
     wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
-    """The wait that `detail` describes."""
+    """Type of the wait that `detail` describes in words."""
     silent_seconds: float = 0.0
-    """Seconds since the last heartbeat."""
+    """Seconds since the replica's last heartbeat."""
     version: int | None = None
-    """Version of the replica's weights."""
+    """Version of the weights that the replica serves; None if it serves none."""
 
     @property
     def state_word(self) -> str:
-        """State of the replica in readable form. A registered one without a heartbeat is starting."""
+        """State of the replica in readable form. A registered replica without a heartbeat counts as starting."""
         unknown = f"in a state that this release doesn't know ({self.state})"
         return words(replica_pb2.ReplicaState).get(self.state, unknown) or "starting"
 
@@ -55,14 +55,14 @@ class Named:
     reason: str
     on: str
     since: float
-    """Unix time."""
+    """Unix time at which the coordinator's wait began."""
     disk: bool = False
-    """True if room in the run's folder ends the wait."""
+    """True if free space in the run's folder would end the wait."""
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run at one moment. Times are Unix times."""
+    """Everything about a run at one moment that explains what the run waits for. Times are Unix times."""
 
     run_id: str
     now: float
@@ -73,95 +73,94 @@ class RunSnapshot:
     step_ended: float = 0.0
     """Time of the last step's end; before the first step, time of the beginning of training."""
     usual_seconds: float | None = None
-    """Usual duration of the last steps; None before the first."""
+    """Median seconds of the last steps; None before the first."""
     training: bool = True
     """True once training has begun, after the first weights and the first evaluation."""
     stopping: str = ""
     """Reason why the run ends; empty while it doesn't."""
     starting: str = ""
-    """Phase of the run's start; empty once it trains."""
+    """Phase of the run's start; empty once the run trains."""
     paused: str | None = None
     """Reason of the pause; None if the run isn't paused."""
     paused_since: float | None = None
     rebuilding: bool = False
-    """True if the pause ends by itself, once a role is back."""
+    """True if the pause ends by itself, once the role that failed works again."""
     redis: str = ""
     """Reason why Redis doesn't answer; empty while it does."""
     published: int = 0
     open: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Dropped groups by reason."""
+    """Number of dropped groups, by reason."""
     queues: Sequence[QueueDepth] = ()
-    """Queues before the stages, in the stages' order; the last stage is the trainer's."""
+    """Depths of the stages' queues, in the order of the stages; the last stage is the trainer's."""
     held: Mapping[str, HeldGroup] = field(default_factory=dict)
     """The group that each stage has held for the longest."""
     lease_seconds: float = 60.0
     """Seconds after which a stage loses a group that it holds without renewal (board.lease_seconds)."""
     gate: tuple[str, str] = ("", "")
-    """Reason for the shut gate, as a word (Admission.limit or "sampler") and a sentence; empty while it is
+    """Why the admission gate is shut: a word (Admission.limit or "sampler") and a sentence. Both are empty while it is
     open."""
     stage_roles: Mapping[str, str] = field(default_factory=dict)
-    """Role by stage, for stages whose role has another name."""
+    """Role by stage, for stages whose role's name differs from the stage's."""
     missing: Sequence[str] = ()
     """Roles without a working replica."""
     peers: Sequence[Peer] = ()
     announced: int | None = None
-    """Version of the newest weights that the trainer announced; None before the first."""
+    """Version of the newest weights that the trainer announced; None before its first announcement."""
     sync_since: float | None = None
     """Time at which the current weight synchronisation began; None if there is none."""
     sync_failure: str = ""
-    """Reason why the last synchronisation failed."""
+    """Reason why the last weight synchronisation failed; empty after a success."""
     sync_delay: str = ""
-    """Reason why engines wait for weights that can't be sent now."""
+    """Reason why engines wait for weights that can't be sent now; empty if none does."""
     handoff: str = ""
-    """Phase of a colocated run's GPU handoff, or its failure."""
+    """Phase of a colocated run's GPU handoff, or why the handoff failed."""
     curriculum: Sequence[str] = ()
     """Progress of the curriculum, in lines for people; empty if no curriculum chooses prompts."""
     waits: Sequence[Named] = ()
-    """Waits of the coordinator itself, the longest first."""
+    """Waits of the coordinator itself, longest first."""
 
     @property
     def lacking(self) -> int:
-        """Number of groups that the open step still lacks at the trainer."""
+        """Number of groups that must still reach the trainer before the open step is complete."""
         ready = self.queues[-1].waiting + self.queues[-1].held if self.queues else 0
         return max(0, self.groups_per_step - ready)
 
     def role_of_stage(self, stage: str) -> str:
-        """Return the role that works on a stage in this run."""
+        """Return the name of the role whose replicas work on a stage in this run."""
         return self.stage_roles.get(stage, stage)
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Wait of a run."""
+    """What a run waits for, and why."""
 
     kind: "pb.WaitKind.ValueType"
     text: str
-    """A sentence that names the awaited thing and the cause, without the time."""
+    """Sentence that names what the run waits for and the cause, without the duration."""
     on: str = ""
-    """Replica that has to act, or the name of another party."""
+    """Id of the replica that has to act, or the name of another party, such as "redis"."""
     since: float | None = None
-    """Unix time of the wait's beginning; None if unknown. Then the time counts from the first snapshot that shows
-    it."""
+    """Unix time at which the wait began. If None, the watcher takes the time of the first snapshot with this wait."""
     advice: tuple[str, ...] = ()
-    """Advice for people; empty if the wait ends by itself."""
+    """Advice that tells people how to end the wait; empty if the wait ends by itself."""
     always: bool = False
-    """True if the wait delays the run even right after a step."""
+    """True if the wait is always shown; False if it is shown only once the step is late."""
 
     def sentence(self, now: float) -> str:
-        """Return the text with the duration of the wait."""
+        """Return the wait's sentence with the duration added."""
         return self.text if self.since is None else f"{self.text}, for {duration(max(0.0, now - self.since))}"
 
 
 def is_late(snapshot: RunSnapshot) -> bool:
-    """Return True if the step in progress takes longer than usual."""
+    """Return True if the step in progress takes much longer than usual."""
     usual = snapshot.usual_seconds
     limit = FIRST_STEP_SECONDS if usual is None else max(LATE_SECONDS, LATE_FACTOR * usual)
     return snapshot.training and snapshot.now - snapshot.step_ended > limit
 
 
 def explain(snapshot: RunSnapshot) -> Reason | None:
-    """Return the run's wait; None if none is found."""
+    """Return why the run waits, by the first of `REASONS` that applies; None if none applies."""
     return next((reason for find in REASONS if (reason := find(snapshot)) is not None), None)
 
 
@@ -169,7 +168,7 @@ def explain(snapshot: RunSnapshot) -> Reason | None:
 
 
 def _redis(run: RunSnapshot) -> Reason | None:
-    """Redis does not answer."""
+    """Return a wait reason if Redis does not answer."""
     if not run.redis:
         return None
     return Reason(
@@ -182,7 +181,7 @@ def _redis(run: RunSnapshot) -> Reason | None:
 
 
 def _disk(run: RunSnapshot) -> Reason | None:
-    """The run's folder can't be written to, by the coordinator or by the trainer."""
+    """Return a wait reason if the coordinator or the trainer can't write to the run's folder."""
     advice = "make room on the disk, or let {} write to it: the run goes on by itself"
     limits = "runs with a smaller trainer.checkpoint.max_bytes or trainer.checkpoint.keep leave more room there"
     files = '"Too many open files" means that its limit (ulimit -n) is too low, not that the disk is full'
@@ -198,7 +197,7 @@ def _disk(run: RunSnapshot) -> Reason | None:
 
 
 def _media(run: RunSnapshot) -> Reason | None:
-    """A host of prompts' media doesn't answer."""
+    """Return a wait reason if a host of prompts' media doesn't answer."""
     wait = next((wait for wait in run.waits if wait.on == MEDIA_HOST), None)
     if wait is None:
         return None
@@ -212,7 +211,7 @@ def _media(run: RunSnapshot) -> Reason | None:
 
 
 def _stopping(run: RunSnapshot) -> Reason | None:
-    """The run is stopping, but still has work to finish."""
+    """Return a wait reason if the run is stopping but still has work to finish."""
     if not run.stopping:
         return None
     wait = run.waits[0] if run.waits else None
@@ -222,7 +221,7 @@ def _stopping(run: RunSnapshot) -> Reason | None:
 
 
 def _paused(run: RunSnapshot) -> Reason | None:
-    """The run waits for a person, or for a role that is being rebuilt."""
+    """Return a wait reason if the run is paused: it waits for a person, or for a role that is being rebuilt."""
     if run.paused is None:
         return None
     if run.rebuilding:
@@ -240,7 +239,7 @@ def _paused(run: RunSnapshot) -> Reason | None:
 
 
 def _role(run: RunSnapshot) -> Reason | None:
-    """A role has no replica that works."""
+    """Return a wait reason if a role has no working replica."""
     if not run.missing:
         return None
     # Registered replicas may become ready by themselves; a person has to start missing ones.
@@ -263,7 +262,7 @@ def _role(run: RunSnapshot) -> Reason | None:
 
 
 def _first_weights(run: RunSnapshot) -> Reason | None:
-    """Training has not begun."""
+    """Return a wait reason if training has not begun."""
     if run.training or not run.starting:
         return None
     wait = run.waits[0] if run.waits else None
@@ -277,7 +276,7 @@ def _first_weights(run: RunSnapshot) -> Reason | None:
 
 
 def _data(run: RunSnapshot) -> Reason | None:
-    """The user's sampler fails."""
+    """Return a wait reason if the user's sampler fails."""
     limit, detail = run.gate
     if limit != "sampler":
         return None
@@ -286,7 +285,7 @@ def _data(run: RunSnapshot) -> Reason | None:
 
 
 def _full(run: RunSnapshot) -> Reason | None:
-    """Redis is full, or lacks room for the groups that the step needs."""
+    """Return a wait reason if Redis is full, or lacks room for the groups that the step needs."""
     limit, detail = run.gate
     if limit == "full":
         advice = ("raise Redis's maxmemory: redis-cli CONFIG SET maxmemory ...",)
@@ -301,7 +300,7 @@ def _full(run: RunSnapshot) -> Reason | None:
 
 
 def _handoff(run: RunSnapshot) -> Reason | None:
-    """Trainer and engines of a colocated run can't change places."""
+    """Return a wait reason if a colocated run's trainer and engines are changing places on the GPUs."""
     if not run.handoff:
         return None
     return Reason(
@@ -310,7 +309,7 @@ def _handoff(run: RunSnapshot) -> Reason | None:
 
 
 def _sync(run: RunSnapshot) -> Reason | None:
-    """The engines don't have the newest weights."""
+    """Return a wait reason if engines don't have the newest weights."""
     engines = [peer for peer in run.peers if ROLES[peer.role].weights == "receives"]
     behind = [peer for peer in engines if peer.version != run.announced]
     if run.announced is None or not behind:
@@ -331,7 +330,7 @@ def _sync(run: RunSnapshot) -> Reason | None:
 
 
 def _trainer(run: RunSnapshot) -> Reason | None:
-    """All groups of the step are with the trainer."""
+    """Return a wait reason if all groups of the step are with the trainer."""
     if run.lacking:
         return None
     trainer = next((peer for peer in run.peers if ROLES[peer.role].weights == "sends"), None)
@@ -345,7 +344,7 @@ def _trainer(run: RunSnapshot) -> Reason | None:
 
 
 def _held(run: RunSnapshot) -> Reason | None:
-    """One stage holds the groups that the step lacks."""
+    """Return a wait reason if one stage holds the groups that the step lacks."""
     queue = _slowest(run)
     if queue is None:
         return None
@@ -385,7 +384,7 @@ def _held(run: RunSnapshot) -> Reason | None:
 
 
 def _gate(run: RunSnapshot) -> Reason | None:
-    """No group that the step lacks is in progress, and none may be published."""
+    """Return a wait reason if no group that the step lacks is in progress, and none may be published."""
     limit, detail = run.gate
     if not limit or not run.lacking:
         return None
@@ -415,12 +414,12 @@ REASONS: tuple[Callable[[RunSnapshot], Reason | None], ...] = (
 
 
 def _before_training(run: RunSnapshot) -> int:
-    """Return the number of groups at the stages before the trainer."""
+    """Return the number of groups in all stages before the trainer."""
     return sum(queue.waiting + queue.held for queue in run.queues[:-1])
 
 
 def _slowest(run: RunSnapshot) -> QueueDepth | None:
-    """Return the longest queue before the trainer's stage, the last one of equals; None if all are empty."""
+    """Return the longest queue before the trainer's stage; among equals the last stage's. None if all are empty."""
     queues = [queue for queue in run.queues[:-1] if queue.waiting + queue.held]
     return max(reversed(queues), key=lambda queue: queue.waiting + queue.held) if queues else None
 
@@ -440,7 +439,7 @@ def _advice(role: str, peer: Peer | None, count: int = 1) -> tuple[str, ...]:
 
 
 def evidence(run: RunSnapshot) -> list[str]:
-    """Return the numbers behind the sentence, one line each."""
+    """Return the numbers that support the explanation (steps, groups, queues), one line each."""
     usual = "" if run.usual_seconds is None else f"; the last steps usually took {run.usual_seconds:.3g} s"
     ago = duration(max(0.0, run.now - run.step_ended))
     began = f"step {run.step} of {run.steps} ended {ago} ago" if run.step else f"training began {ago} ago"

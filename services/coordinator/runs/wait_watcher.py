@@ -1,4 +1,4 @@
-"""Watches the active run's waits: takes a snapshot every second, explains it, and logs long waits."""
+"""Watches what the active run waits for: takes a snapshot every second, explains it, and logs long waits."""
 
 import asyncio
 import logging
@@ -35,27 +35,27 @@ class WaitWatcher:
     """Keeps `reason`, the reason why one run waits, up to date. Lives in the event loop."""
 
     def __init__(self, context: RunContext, describe: Callable[[], dict[str, Any]]) -> None:
-        """`describe` returns the fields of the RunSnapshot that only the run knows."""
+        """`describe` returns those fields of the RunSnapshot that only the active run knows."""
         self._context = context
         self._describe = describe
         self._steps: list[tuple[int, float, float]] = []
-        """The last steps: number, Unix time of the commit, seconds."""
+        """The last USUAL_STEPS steps: number, Unix time of the commit, duration in seconds."""
         self._progress: dict[str, Any] = {}
-        """Last answer of Redis: fields of the RunSnapshot."""
+        """Fields of the RunSnapshot that were last read from Redis."""
         self._logged: tuple[pb.WaitKind.ValueType, float] = (pb.WAIT_KIND_UNSPECIFIED, 0.0)
-        """Kind of the reason that was logged last, and when."""
+        """Kind of the last logged reason, and the monotonic time of its log line."""
         self.snapshot: RunSnapshot | None = None
         self.reason: Reason | None = None
-        """The run's wait, even a usual one; None if it waits for nothing."""
+        """What the run waits for now, even if such a wait is usual; None if the run waits for nothing."""
 
     async def run_forever(self) -> None:
-        """Check once a second."""
+        """Take and explain a snapshot of the run once a second."""
         while True:
             await self.look()
             await asyncio.sleep(TICK_SECONDS)  # idle: looks again
 
     async def look(self) -> None:
-        """Take a snapshot and explain it."""
+        """Take a snapshot of the run, and explain what the run waits for."""
         try:
             self._progress = await self._read_board()
             redis = ""
@@ -64,7 +64,7 @@ class WaitWatcher:
         self._update(redis)
 
     def refresh(self) -> None:
-        """Explain the coordinator's own state again, for instance after a pause, without reading Redis."""
+        """Explain the wait again from the coordinator's state, for instance after a pause, without reading Redis."""
         if self.snapshot is not None:
             self._update(self.snapshot.redis)
 
@@ -91,7 +91,7 @@ class WaitWatcher:
         return self.reason.sentence(time.time()) if shown else ""
 
     def describe(self, run: pb.Run) -> None:
-        """Add the known facts to a run's message."""
+        """Add the wait, its evidence and the remaining time to the message about a run."""
         if self.snapshot is None:
             return
         run.waiting_for = self.sentence
@@ -107,7 +107,7 @@ class WaitWatcher:
             run.remaining_seconds = usual * (self.snapshot.steps - self.snapshot.step)
 
     async def _read_board(self) -> dict[str, Any]:
-        """Read Redis's part of the snapshot."""
+        """Read those fields of the snapshot that are in Redis."""
         board = self._context.board
         counts = await board.counts()
         known = max(self._steps[-1][0] if self._steps else 0, counts.last_step - USUAL_STEPS)
@@ -125,7 +125,8 @@ class WaitWatcher:
         }
 
     def _complete(self, redis: str) -> RunSnapshot:
-        """Add the coordinator's part of the snapshot; `redis`: reason why Redis doesn't answer."""
+        """Return a snapshot from the fields read from Redis and the coordinator's own state. `redis`: why Redis doesn't
+        answer."""
         now, config, fleet = time.time(), self._context.config, self._context.fleet
         own = self._describe()
         going_since = own.pop("going_since")
@@ -147,7 +148,7 @@ class WaitWatcher:
         return RunSnapshot(**{**values, **self._progress, **own, "redis": redis or own["redis"]})
 
     def _replicas(self, role: str) -> list[Replica]:
-        """Return the replicas of a role that work on the run or on none yet, without standbys."""
+        """Return the replicas of a role that work on this run or on none yet, without standbys."""
         fleet, runs = self._context.fleet, ("", self._context.run_id)
         found = [replica for replica in fleet.registry.of_role(role) if replica.status.run_id in runs]
         return [replica for replica in found if not fleet.idle_reason(replica.replica_id)]

@@ -20,43 +20,44 @@ would stay below BUSY_IN, or below BUSY_AHEAD if the engines are so far ahead th
 MOST_AT_ONCE = 4
 """Maximum number of replicas to add at once."""
 WORTH = 0.5
-"""Minimum share of the expected gain in tokens per second that added replicas must bring to be worth it. Counts only
+"""Minimum share of the expected gain in tokens per second that added replicas must bring to be worth it. Judged only
 while the engines stay busy."""
 NOT_WORTH_SECONDS = 600.0
 """Seconds for which no replicas are added after an addition that was not worth it."""
 GAP_SECONDS = 10.0
-"""Maximum seconds between two samples of one window; after a longer gap the window restarts."""
+"""Maximum seconds between two samples of one averaging window; after a longer gap the window restarts."""
 FULL = ("memory", "full", "complete", "closed")
-"""Limits of the gate (`relaxd.board.Admission.limit`) at which more engines don't help."""
+"""Limits of the admission gate (`relaxd.board.Admission.limit`) at which more engines wouldn't help."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """State of a run at one moment; samples are taken about once a second."""
+    """State of a run at one moment, sampled about once a second."""
 
     at: float
-    """Clock time in seconds."""
+    """Clock time of the sample, in seconds."""
     replicas: int
     """Number of rollout replicas that aren't draining."""
     removable: int
-    """Number of these replicas that the autoscaler may remove."""
+    """Number of rollout replicas that the autoscaler may remove."""
     busy: float | None
-    """Share of the last second in which an engine had samples; mean over engines, None if none has reported."""
+    """Share of the last second in which engines had samples in progress, as a mean over engines; None if none has
+    reported."""
     lacking: bool
     """True if the open step lacks groups, so that the trainer waits."""
     waiting: int
     """Number of groups and samples that wait for an engine."""
     gate: str
-    """Limit that closes the gate; empty while it is open."""
+    """Name of the limit that closes the admission gate; empty while the gate is open."""
     tokens_per_second: float
-    """Tokens per second of all engines together."""
+    """Tokens per second that all engines generate together."""
     hold: str = ""
-    """Reason why no decision is possible now, such as a pause; empty if one is."""
+    """Reason why no scaling decision is possible now, such as a pause; empty if one is possible."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of a rule."""
+    """One condition of a scaling rule: compares a mean over a window with a threshold."""
 
     rule: str
     """Rule that needs the condition: "out" adds replicas, "in" removes one."""
@@ -64,11 +65,11 @@ class Condition:
     value: float
     threshold: float
     above: bool
-    """True: the value must be above the threshold; False: below."""
+    """True if the value must be above the threshold; False if it must be below."""
 
     @property
     def holds(self) -> bool:
-        """Return whether the condition holds."""
+        """True if the value is on the required side of the threshold."""
         return self.value > self.threshold if self.above else self.value < self.threshold
 
 
@@ -77,16 +78,16 @@ class Verdict:
     """Number of replicas that the policy wants at one moment, and why."""
 
     wanted: int
-    """Desired number of replicas."""
+    """Number of rollout replicas that the policy wants."""
     reason: str
-    """Reason for more or fewer replicas, or for no change, for people."""
+    """Sentence for people: why replicas are added or removed, or why neither."""
     conditions: tuple[Condition, ...] = ()
-    """Conditions of both rules with a full window."""
+    """Conditions of both rules, as far as their windows have enough samples."""
 
 
 @dataclass
 class _Trial:
-    """The last addition of replicas."""
+    """The last addition of replicas, kept to judge whether it was worth it."""
 
     replicas: int
     """Number of replicas before the addition."""
@@ -96,7 +97,7 @@ class _Trial:
 
 @dataclass
 class AutoscalePolicy:
-    """The samples of a run and the decisions so far."""
+    """Decides how many rollout replicas a run needs, from its samples and the decisions so far."""
 
     settings: AutoscaleConfig
     _samples: deque[Sample] = field(default_factory=deque)
@@ -130,7 +131,7 @@ class AutoscalePolicy:
         return Verdict(chosen.wanted, chosen.reason, conditions)
 
     def acted(self, verdict: Verdict) -> None:
-        """Start the cooldown and restart the window, because the verdict is executed (or would be, in a dry run)."""
+        """Start the cooldown and a new window, because the verdict is being executed (or would be, in a dry run)."""
         last = self._samples[-1] if self._samples else None
         if last is None:
             return
@@ -143,7 +144,7 @@ class AutoscalePolicy:
         self._samples.clear()
 
     def _out(self, sample: Sample) -> Verdict:
-        """Return the verdict of the rule that adds replicas."""
+        """Return the verdict of the rule that adds replicas, or the current number if it doesn't apply."""
         window, now, replicas = self._window(self.settings.out_seconds), sample.at, sample.replicas
         if not window:
             return Verdict(replicas, f"watched for less than {self.settings.out_seconds:g} s")
@@ -169,7 +170,7 @@ class AutoscalePolicy:
         return Verdict(wanted, f"the trainer waits for busy engines {idle:.0%} of the time", conditions)
 
     def _in(self, sample: Sample) -> Verdict:
-        """Return the verdict of the rule that removes a replica."""
+        """Return the verdict of the rule that removes a replica, or the current number if it doesn't apply."""
         window, now, replicas = self._window(self.settings.in_seconds), sample.at, sample.replicas
         if not window:
             return Verdict(replicas, f"watched for less than {self.settings.in_seconds:g} s")
@@ -196,14 +197,15 @@ class AutoscalePolicy:
         return Verdict(replicas - 1, f"engines would be {without:.0%} busy with one less", tuple(conditions))
 
     def _window(self, seconds: float) -> list[Sample]:
-        """Return the samples of the last seconds; none if the window is still too short."""
+        """Return the samples of the last `seconds`; none if the samples don't reach that far back."""
         now = self._samples[-1].at
         if now - self._samples[0].at < seconds - 1:
             return []
         return [one for one in self._samples if now - one.at <= seconds]
 
     def _judge_last_out(self) -> None:
-        """Compare the speed with that before the last addition; a small gain blocks additions for some time.
+        """Compare the engines' speed with that before the last addition of replicas. After a small gain none are added
+        for NOT_WORTH_SECONDS.
 
         Engines that have become idle don't count: their speed says nothing about a load that grows again.
         """
@@ -225,7 +227,7 @@ def _busy(samples: Sequence[Sample]) -> float:
 
 
 def _waited(samples: Sequence[Sample]) -> float:
-    """Return the share of samples with groups that wait for an engine."""
+    """Return the share of samples in which groups waited for an engine."""
     return _mean([one.waiting > 0 for one in samples])
 
 

@@ -32,15 +32,15 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision to change the number of replicas."""
+    """A decision to change the number of rollout replicas."""
 
     time: float
-    """Unix time."""
+    """Unix time of the decision."""
     before: int
     after: int
     reason: str
     request_id: str
-    """Id of the scale request; empty with mode "dry_run", or if none was accepted."""
+    """Id of the scale request; empty in a dry run, or if no request was accepted."""
 
 
 class Autoscaler:
@@ -53,18 +53,18 @@ class Autoscaler:
         self._runs = runs
         self._by_keda = by_keda
         self._target: int | None = None
-        """Last decided number of replicas, for KEDA; None before a decision."""
+        """Number of replicas in the last decision, for KEDA; None before a decision."""
         self._scaler = scaler
         self._clock = clock
         self._run: ActiveRun | None = None
-        """Run to which the attributes below belong."""
+        """Run that the policy, usage, verdict and decisions below belong to; None without a run."""
         self._policy: AutoscalePolicy | None = None
         self._usage = Usage(clock)
         self._verdict = Verdict(0, "it has not looked yet")
         self._decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
 
     async def run_forever(self) -> None:
-        """Check once a second."""
+        """Check the active run once a second."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_SECONDS)  # idle: looks again
@@ -102,7 +102,7 @@ class Autoscaler:
         return self._target
 
     def describe(self, run: ActiveRun) -> pb.Autoscaler:
-        """Return the state of the autoscaler of the active run."""
+        """Return the message about the autoscaler: limits, wanted number of replicas, conditions and decisions."""
         settings, verdict = run.config.autoscale, self._verdict
         live = len(self._scaler.live(ROLLOUT))
         message = pb.Autoscaler(
@@ -133,7 +133,7 @@ class Autoscaler:
         return message
 
     def _sample(self, run: ActiveRun) -> Sample:
-        """Return the run's current state."""
+        """Return a sample of the run's state for the policy."""
         live = self._scaler.live(ROLLOUT)
         measured = self._usage.take(live).metrics
         busy, idle = measured.get("engine_busy_share"), measured.get("engine_idle_share")
@@ -154,7 +154,7 @@ class Autoscaler:
         )
 
     def _hold(self, run: ActiveRun, live: list[Replica]) -> str:
-        """Return the reason why no decision is possible now; "" if one is."""
+        """Return why no scaling decision is possible now; "" if one is possible."""
         if run.record.phase != Phase.RUNNING or run.waiting.snapshot is None:
             return "the run isn't training"
         if run.record.paused is not None:

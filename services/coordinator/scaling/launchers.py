@@ -44,31 +44,32 @@ PASSING = (
     *(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED),
     *(grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED),
 )
-"""Statuses of errors that a retry may resolve."""
+"""gRPC status codes of errors after which a retry may succeed."""
 
 
 class LauncherError(Exception):
     """A replica could not be created, drained or removed; the message is the reason."""
 
     def __init__(self, message: str, *, passing: bool) -> None:
-        """`passing`: a retry may succeed."""
+        """`passing`: True if a retry may succeed."""
         super().__init__(message)
         self.passing = passing
 
 
 class Launchers:
-    """Calls to the launcher, if any, and to replicas given by address."""
+    """Makes the calls to the launcher, if there is one, and to replicas given by address."""
 
     def __init__(self, peers: Peers, address: str) -> None:
-        """`address`: the launcher's address; empty: there is none."""
+        """`address`: the launcher's address; empty if there is no launcher."""
         self._peers = peers
         self.address = address
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         self._listing: tuple[float, asyncio.Task[dict[str, Instance]]] | None = None
-        """The last listing, in progress or done, and the monotonic time at which it began."""
+        """Last listing of the launcher's instances: monotonic time of its beginning, and its task."""
 
     async def create(self, replica: ScaledReplica, role: str) -> None:
-        """Start a replica, or ask it to join; idempotent. Raises LauncherError."""
+        """Start a replica through the launcher, or ask a replica given by address to join; idempotent. Raises
+        LauncherError."""
         attributes = {"relaxd.launch_id": replica.launch_id, "relaxd.role": role}
         async with self._calls:
             with telemetry.root_span("launch", attributes=attributes), self._errors("could not be started", replica):
@@ -82,7 +83,7 @@ class Launchers:
                 await self._peers.launcher(self.address).Launch(request, timeout=LAUNCH_SECONDS)
 
     async def instance(self, replica: ScaledReplica) -> Instance:
-        """Return a created replica's state from its launcher; FAILED if it is gone. Raises LauncherError."""
+        """Return the launcher's state of a replica; FAILED if the replica is gone. Raises LauncherError."""
         if external_address(replica):
             return Instance(launch_id=replica.launch_id)
         self._require_launcher()
@@ -108,7 +109,8 @@ class Launchers:
             request.page_token = answer.next_page_token
 
     async def drain(self, replica: Replica, seconds: float) -> int:
-        """Ask a replica to drain within `seconds`. Returns the groups that it still holds. Raises LauncherError."""
+        """Ask a replica to drain within `seconds`. Returns the number of groups that the replica still holds. Raises
+        LauncherError."""
         stub = self._peers.replica(replica.registration.address)
         try:
             answer = await stub.Drain(DrainRequest(), timeout=seconds + DRAIN_MARGIN_SECONDS)
@@ -117,7 +119,8 @@ class Launchers:
         return int(answer.held_groups)
 
     async def remove(self, replica: ScaledReplica, grace_seconds: float) -> None:
-        """Stop a replica, or ask it to leave, and wait until it is gone. Raises LauncherError."""
+        """Stop a replica through the launcher, or ask one given by address to leave; wait until it is gone. Raises
+        LauncherError."""
         seconds, attributes = grace_seconds + ENDING_SECONDS, {"relaxd.launch_id": replica.launch_id}
         async with self._calls:
             with telemetry.root_span("remove", attributes=attributes), self._errors("could not be removed", replica):
@@ -142,7 +145,7 @@ class Launchers:
 
     @contextmanager
     def _errors(self, problem: str, replica: ScaledReplica) -> Iterator[None]:
-        """Turn errors of calls about a replica into LauncherError."""
+        """Turn gRPC errors of calls about a replica into LauncherError."""
         try:
             yield
         except grpc.aio.AioRpcError as error:

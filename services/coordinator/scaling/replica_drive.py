@@ -29,17 +29,17 @@ RETRY_SECONDS = 0.5
 REMOVE_GRACE_SECONDS = 15.0
 """Grace period of a removed replica, in seconds: it is already drained, or was never active."""
 REMOVE_SECONDS = 60.0
-"""Maximum seconds for all attempts to remove a replica after the first failure."""
+"""Maximum seconds of further attempts to remove a replica, after the first attempt failed."""
 HAND_BACK_SECONDS = 10.0
 """Maximum seconds after the drain deadline for the replica to hand back unfinished groups."""
 
 
 class ScaleFailed(Exception):
-    """The replica will not become active; the message is the reason."""
+    """The replica will not become active; the message says why."""
 
 
 class ReplicaDrive:
-    """Drives one replica of one request."""
+    """Drives one replica of one scale request."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ReplicaDrive:
         self._redis = RedisRetry(f"scale request {request_id}")
 
     async def run(self) -> None:
-        """Drive the replica to its end. Raises Superseded."""
+        """Drive the replica to a final state. Raises Superseded."""
         out = self._record.spec.direction == Direction.OUT
         if self._scaled.state.can_go_back:
             rolled_back = self._scaled.state == ScaleState.DRAINING
@@ -137,7 +137,7 @@ class ReplicaDrive:
             raise ScaleFailed(f"not active within {self._record.spec.seconds:g} s: {reason}")
 
     def _progress(self, replica: Replica | None) -> tuple[ScaleState, str]:
-        """Return a replica's scale state, and what it waits for."""
+        """Return CREATING, SYNCING or ACTIVE for a replica that is being added, and what the replica waits for."""
         if replica is None:
             return ScaleState.CREATING, self._scaled.detail or "it has not registered yet"
         status, active = replica.status, self._runs.active
@@ -161,7 +161,8 @@ class ReplicaDrive:
     # --- scale in ---------------------------------------------------------------------------------------------------
 
     async def _drain(self) -> None:
-        """Drain the replica, then continue with REMOVING; if the request is cancelled, let the replica work again."""
+        """Drain the replica, then continue with REMOVING; if the request is cancelled, end the drain so that the
+        replica works again."""
         if self._scaled.state != ScaleState.DRAINING:
             await self._save(state=ScaleState.DRAINING, outcome=ScaleState.DONE, detail="")
         deadline = self._record.deadline.timestamp()
@@ -210,7 +211,7 @@ class ReplicaDrive:
             await self._redis.call(self._registry.undrain, replica)
 
     async def _wait_for_sync(self) -> None:
-        """Wait until no weight synchronisation needs the replica, at most for one synchronisation's maximum time."""
+        """Wait until no weight synchronisation needs the replica, but no longer than one synchronisation may take."""
         began = time.monotonic()
         while not self._record.cancelled:
             active = self._runs.active
@@ -224,7 +225,7 @@ class ReplicaDrive:
     # --- both directions --------------------------------------------------------------------------------------------
 
     async def _remove(self) -> None:
-        """Remove the replica; on failure, let it work again."""
+        """Remove the replica; if the removal fails, end the drain so that the replica works again."""
         outcome, detail = self._scaled.outcome or ScaleState.FAILED, self._scaled.detail
         end = float("inf")
         while True:
@@ -253,7 +254,7 @@ class ReplicaDrive:
         return self._log.replica(self._request_id, self._launch_id)
 
     def _replicas(self) -> list[Replica]:
-        """Return the registered replicas of the launch id, oldest first."""
+        """Return the registered replicas with the launch id of this drive, oldest first."""
         return self._registry.of_launch(self._launch_id)
 
     def _newest(self) -> Replica | None:
@@ -261,7 +262,8 @@ class ReplicaDrive:
         return replicas[-1] if replicas else None
 
     async def _save(self, *, unless_going_back: bool = False, **changes: Any) -> bool:
-        """Save changes of the replica's record. Returns False if `unless_going_back` prevented it."""
+        """Save changes of the replica's record. Returns False without saving if `unless_going_back` is set and the
+        request is cancelled or rolled back."""
         if all(getattr(self._scaled, name) == value for name, value in changes.items()):
             return True
         return await self._log.update_replica(

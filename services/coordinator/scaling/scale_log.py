@@ -1,4 +1,4 @@
-"""The log of scale requests, with a copy in Redis, and its requests as protobuf."""
+"""The log of scale requests, with a copy in Redis, and its conversion to protobuf messages."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,12 +14,13 @@ from services.coordinator.state.retries import RedisRetry, outlives_caller
 from services.coordinator.state.store import AsyncStore
 
 MAX_REQUESTS = 100
-"""Maximum number of requests to keep."""
+"""Maximum number of scale requests to keep."""
 
 
 @dataclass
 class _Change:
-    """A change of one replica of a request. Changes during a write to Redis are saved together by the next one."""
+    """A change of one replica of a scale request. Changes that arrive during a write to Redis are saved together by the
+    next write."""
 
     launch_id: str
     changes: dict[str, Any]
@@ -31,14 +32,14 @@ class _Change:
 
 @dataclass(frozen=True)
 class ScaleFilter:
-    """Selects scale requests; a field that is empty selects all."""
+    """Filter of scale requests. An empty field selects all requests."""
 
     role: str = ""
     direction: Direction | None = None
     states: frozenset[ScaleState] = frozenset()
 
     def selects(self, record: ScaleRecord) -> bool:
-        """Return True if a request has this role and direction and one of these states."""
+        """Return True if a scale request has this filter's role and direction and one of its states."""
         return (
             self.role in ("", record.spec.role)
             and self.direction in (None, record.spec.direction)
@@ -47,47 +48,47 @@ class ScaleFilter:
 
 
 class ScaleLog:
-    """The latest scale requests, oldest first. Every change is in Redis before it is visible here."""
+    """The latest scale requests, oldest first. Every change is saved in Redis before this object shows it."""
 
     def __init__(self, store: AsyncStore, changed: Signal) -> None:
-        """`changed` is fired after each change of a request in progress."""
+        """`changed` is fired after each change of a scale request in progress."""
         self._store = store
         self._changed = changed
         self._records: dict[str, ScaleRecord] = {}
         self._replicas: dict[str, dict[str, ScaledReplica]] = {}
-        """The replicas of each request by launch id."""
+        """The replicas of each scale request: launch id to replica, by request id."""
         self._changes: dict[str, list[_Change]] = {}
-        """Changes of each request that wait to be saved."""
+        """Changes that wait to be saved, by request id."""
         self._saving = asyncio.Lock()
 
     async def load(self) -> None:
-        """Load the requests of earlier coordinators."""
+        """Load the scale requests of earlier coordinators from Redis."""
         records = await self._store.scaling()
         for record in records:
             self._keep(record)
 
     def in_progress(self) -> list[ScaleRecord]:
-        """Return the requests in progress, oldest first; at most one per role."""
+        """Return the scale requests in progress, oldest first; at most one per role."""
         return [record for record in self._records.values() if not record.state.ended]
 
     def all(self) -> list[ScaleRecord]:
-        """Return the requests, newest first."""
+        """Return all scale requests, newest first."""
         return list(reversed(self._records.values()))
 
     def select(self, chosen: ScaleFilter) -> list[ScaleRecord]:
-        """Return the requests that a filter selects, newest first."""
+        """Return the scale requests that a filter selects, newest first."""
         return [record for record in self.all() if chosen.selects(record)]
 
     def find(self, request_id: str) -> ScaleRecord | None:
-        """Return a request by id."""
+        """Return the scale request with this id; None if there is none."""
         return self._records.get(request_id)
 
     def replica(self, request_id: str, launch_id: str) -> ScaledReplica:
-        """Return one replica of a request."""
+        """Return one replica of a scale request, by launch id."""
         return self._replicas[request_id][launch_id]
 
     def get(self, request_id: str) -> ScaleRecord:
-        """Return a request; without an id, the newest. Raises NotFound."""
+        """Return a scale request; without an id, the newest. Raises NotFound."""
         if not request_id and not self._records:
             raise NotFound("there is no scale request yet")
         record = self._records.get(request_id or next(reversed(self._records), ""))
@@ -96,7 +97,7 @@ class ScaleLog:
         return record
 
     async def add(self, record: ScaleRecord) -> None:
-        """Add a request as soon as Redis is available, and drop the oldest ended ones beyond MAX_REQUESTS.
+        """Add a scale request as soon as Redis is available, and drop the oldest ended ones beyond MAX_REQUESTS.
 
         The write is repeated until Redis answers: Redis may have the request although its answer was lost, and a
         restart would then execute it.
@@ -108,7 +109,7 @@ class ScaleLog:
 
     @staticmethod
     def check_cancellable(record: ScaleRecord) -> None:
-        """Raise FailedPrecondition if cancelling the request would change nothing."""
+        """Raise FailedPrecondition if cancelling the scale request would change nothing."""
         if record.rolled_back or not any(replica.state.can_go_back for replica in record.scaled):
             raise FailedPrecondition(
                 f"scale request {record.request_id!r} is {record.state.lower()}: there is nothing left to roll back"
@@ -116,7 +117,8 @@ class ScaleLog:
 
     @outlives_caller("the end of a scale request")
     async def cancel(self, request_id: str) -> ScaleRecord:
-        """Cancel a request (without an id: the request in progress) and roll its replicas back, once Redis answers.
+        """Cancel a scale request (without an id: the request in progress) and roll its replicas back, once Redis
+        answers.
 
         The write is repeated, as in `add`: Redis may have the cancellation although its answer was lost. Raises
         NotFound; FailedPrecondition: nothing can be rolled back, or several are in progress.
@@ -141,7 +143,7 @@ class ScaleLog:
     async def update_replica(
         self, request_id: str, launch_id: str, changes: dict[str, Any], *, unless_going_back: bool
     ) -> bool:
-        """Change one replica of a request as soon as Redis is available.
+        """Change one replica of a scale request as soon as Redis is available.
 
         Returns False without a change if the request is cancelled or rolled back and `unless_going_back` is set.
         """
@@ -153,7 +155,7 @@ class ScaleLog:
         return change.made
 
     async def _save_changes(self, request_id: str) -> None:
-        """Save all waiting changes of a request. The caller holds `_saving`."""
+        """Save all waiting changes of a scale request. The caller must hold the lock `_saving`."""
         together = self._changes.pop(request_id)
         try:
             record, replicas = self._records[request_id], dict(self._replicas[request_id])
@@ -173,7 +175,8 @@ class ScaleLog:
         self._changed.fire()
 
     async def _write(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
-        """Save a record, in Redis first. The caller holds `_saving`. Raises StoreUnavailable."""
+        """Write a scale request to Redis, then keep it in memory. The caller must hold the lock `_saving`. Raises
+        StoreUnavailable."""
         await self._store.save_scaling(record, forget)
         self._keep(record)
         for request_id in forget:
@@ -185,7 +188,7 @@ class ScaleLog:
 
 
 def scale_message(record: ScaleRecord) -> pb.ScaleRequest:
-    """Convert a scale request."""
+    """Convert a scale request to its protobuf message."""
     message = pb.ScaleRequest(
         request_id=record.request_id,
         direction=pb.ScaleDirection.Value(f"SCALE_DIRECTION_{record.spec.direction.value}"),

@@ -41,14 +41,14 @@ class Scaler:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def resume(self) -> None:
-        """Load the requests, and resume those that an earlier coordinator left in progress."""
+        """Load the scale requests, and resume those that an earlier coordinator left in progress."""
         await self.log.load()
         for record in self.log.in_progress():
             logger.info("resuming scale request %s (%s)", record.request_id, record.state.lower())
             self._start(record.request_id)
 
     async def close(self) -> None:
-        """Stop working; the next coordinator resumes the requests in progress."""
+        """Cancel the tasks that drive scale requests; the next coordinator resumes these requests."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -56,7 +56,7 @@ class Scaler:
 
     @outlives_caller("a scale request")
     async def accept(self, request_id: str, spec: ScaleSpec, *, dry_run: bool = False) -> ScaleRecord:
-        """Start a request, or return the existing one that this request repeats; with `dry_run`, start nothing.
+        """Start a scale request, or return the existing one that this request repeats; with `dry_run`, start nothing.
 
         Raises AlreadyExists: the id belongs to a different request; FailedPrecondition: another request of the role is
         in progress, or this one is impossible; NotFound: no such replica.
@@ -93,7 +93,7 @@ class Scaler:
             return record
 
     async def cancel_all(self, chosen: ScaleFilter, *, dry_run: bool) -> tuple[list[ScaleRecord], list[ScaleRecord]]:
-        """Cancel the requests in progress that a filter selects, newest first.
+        """Cancel the scale requests in progress that a filter selects, newest first.
 
         Returns the cancelled requests, and those with nothing left to roll back. With `dry_run` nothing changes.
         """
@@ -110,13 +110,14 @@ class Scaler:
         return cancelled, skipped
 
     def live(self, role: str) -> list[Replica]:
-        """Return the replicas of a role that are not draining, oldest first; only the newest per launch id."""
+        """Return the replicas of a role that are not draining, oldest first; of those with the same launch id only the
+        newest."""
         replicas = [r for r in self._registry.of_role(role) if not r.draining]
         newest = {replica.launch_id or replica.replica_id: replica for replica in replicas}
         return sorted(newest.values(), key=lambda replica: replica.registered_at)
 
     def _replicas_to_add(self, request_id: str, spec: ScaleSpec) -> tuple[ScaledReplica, ...]:
-        """Plan the replicas to create."""
+        """Return the replicas that a request must create. Raises FailedPrecondition if they can't be created."""
         live = self.live(spec.role)
         if spec.addresses:
             there = {replica.registration.address for replica in live}
@@ -152,7 +153,7 @@ class Scaler:
             )
 
     def _replicas_to_remove(self, spec: ScaleSpec) -> tuple[ScaledReplica, ...]:
-        """Plan the replicas to remove."""
+        """Return the replicas that a request must remove. Raises NotFound, FailedPrecondition."""
         live = self.live(spec.role)
         if spec.replica_ids:
             named = (self._removable(replica_id, spec.role) for replica_id in spec.replica_ids)

@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Record(BaseModel):
-    """An immutable record: replaced as a whole."""
+    """An immutable record. To change one, it is replaced as a whole."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Phase(StrEnum):
-    """Phase of a run; the names are those of the RunState enum, which also has PAUSED."""
+    """Phase of a run. The members' names are those of the RunState enum, which also has PAUSED."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -30,7 +30,7 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """End of a run; names and meanings are those of the RunOutcome enum."""
+    """How a run ended; names and meanings are those of the RunOutcome enum."""
 
     COMPLETED = "COMPLETED"
     STOPPED = "STOPPED"
@@ -41,21 +41,21 @@ class Outcome(StrEnum):
 
 
 class Evaluation(Record):
-    """Result of one evaluation."""
+    """Result of one evaluation of a run."""
 
     step: int
     """The evaluated version."""
     metrics: dict[str, float]
-    """eval_reward, eval_<part> for each part of the reward, ..."""
+    """Metrics of the evaluation: eval_reward, eval_<part> for each part of the reward, and others."""
 
 
 @dataclass(frozen=True)
 class RoleFailure:
-    """The failure of a role without a working replica, which ends the run."""
+    """Failure of a role without a working replica. It ends the run."""
 
     role: str
     instance: str
-    """The replica whose error is the reason; empty: the role as a whole."""
+    """Replica whose error is the reason; empty if the role failed as a whole."""
     reason: str
 
     def __str__(self) -> str:
@@ -63,72 +63,72 @@ class RoleFailure:
 
 
 class RunRecord(Record):
-    """One run."""
+    """Record of one run."""
 
     run_id: str
     config_json: str
-    """The resolved configuration."""
+    """The run's resolved configuration, as JSON."""
     folder: str
     """Absolute path of the run's folder."""
     phase: Phase = Phase.PENDING
     outcome: Outcome | None = None
-    """Outcome of the run; None before its end."""
+    """How the run ended; None before its end."""
     reason: str = ""
-    """Reason for the phase, for users."""
+    """Reason for the run's phase, for users."""
     failed_role: str = ""
-    """The role whose failure ended the run; empty: another reason."""
+    """Role whose failure ended the run; empty if the run ended for another reason."""
     failed_instance: str = ""
-    """The replica of that role whose error is the reason; empty: the role as a whole."""
+    """Replica of the failed role whose error is the reason; empty if the role failed as a whole."""
     paused: str | None = None
-    """Reason for the pause; None if not paused. Only a pending or running run can be paused."""
+    """Reason for the run's pause; None if the run is not paused. Only a pending or running run can be paused."""
     paused_at: datetime | None = None
-    """Time of the last pause's beginning."""
+    """Time at which the run was last paused; None if it never was."""
     autoscale: str = ""
-    """Mode of the autoscaler that was set during the run; empty: the configuration's mode applies."""
+    """Autoscaler mode that was set during the run; empty if the configuration's mode applies."""
     stop_reason: str = ""
     """Reason given to StopRun; empty if the run was not stopped."""
     request_id: str = ""
     """Id of the StartRun request, if it had one."""
     request_digest: str = ""
-    """SHA-256 of that request's content."""
+    """SHA-256 of the StartRun request's content."""
     create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
     begin_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
-    """Time of the run's creation or last restoration."""
+    """Time at which the run was created or last restored."""
     end_time: datetime | None = None
     evaluations: tuple[Evaluation, ...] = ()
     evaluating: int = 0
-    """Version under evaluation whose checkpoint may become the best (relaxd.best_checkpoint); 0: none."""
+    """Version under evaluation whose checkpoint may become the best (relaxd.best_checkpoint); 0 if there is none."""
     patience_from: int = 0
-    """The step after which evaluations without an improvement count for run.stop_early."""
+    """Step after which evaluations without an improvement count for run.stop_early."""
     forgiven_drops: int = 0
-    """Consecutive failed groups when the run was last resumed."""
+    """Number of consecutive failed groups when the run was last resumed; these don't count towards a pause."""
     forgiven_filtered: int = 0
-    """Consecutive filtered groups when the run was last resumed."""
+    """Number of consecutive filtered groups when the run was last resumed; these don't count towards a pause."""
     board_bytes: int = 0
     """Size of the run in Redis at its end, in bytes."""
     notes: tuple[str, ...] = ()
-    """Problems that did not end the run."""
+    """Sentences for users about problems that did not end the run."""
     prompts: int = 0
-    """Number of the run's training prompts; 0: unknown, from an earlier release."""
+    """Number of the run's training prompts; 0 if unknown, because an earlier release wrote the record."""
     prompts_digest: str = ""
     """Digest of the training prompts (`PromptDataset.digest`)."""
 
     @property
     def reason_shown(self) -> str:
-        """Reason for the pause if the run is paused, else for the phase."""
+        """Reason for the pause if the run is paused, otherwise the reason for its phase."""
         return self.reason if self.paused is None else self.paused
 
 
 class ReplicaRecord(Record):
-    """One registration."""
+    """Record of one replica's registration."""
 
     registration_json: str
-    """The Registration, as JSON."""
+    """The replica's Registration message, as JSON."""
     registered_at: float
-    """Unix time; distinguishes registrations with the same id."""
+    """Unix time of the registration; distinguishes registrations with the same replica id."""
     draining: bool = False
     drain_until: float | None = None
-    """Unix time until which the replica may drain; None: the replica's grace period applies."""
+    """Unix time until which the replica may drain; None if the replica's grace period applies."""
 
 
 class Announcement(Record):
@@ -136,7 +136,7 @@ class Announcement(Record):
 
     run_id: str
     replica_id: str
-    """Id of the trainer."""
+    """Replica id of the trainer."""
     term: int
     version: int
 
@@ -162,11 +162,11 @@ class GroupRecord(Record):
 
 
 class WeightsRecord(Record):
-    """State of weight synchronisation that survives a restart."""
+    """State of weight synchronisation, kept in Redis so that it survives a restart of the coordinator."""
 
     last_sync_id: int = 0
     running: bool = False
-    """True while a synchronisation is in progress; after a restart it is aborted."""
+    """True while a synchronisation is in progress. A restarted coordinator aborts it."""
     group: GroupRecord | None = None
     announced: Announcement | None = None
     last_sync_seconds: float = 0.0
@@ -186,36 +186,36 @@ class Health(StrEnum):
 
 
 class ReplicaHealth(Record):
-    """One instance of a replica, across its restarts."""
+    """Health of one replica instance, across restarts of its process."""
 
     instance: str
     role: str
     replica_id: str
     """Id of the replica's newest process."""
     address: str = ""
-    """Address of the newest process."""
+    """Address of the replica's newest process."""
     stopped_id: str = ""
-    """Id of the process that was last asked to end."""
+    """Id of the replica's process that was last asked to end."""
     supervised: bool = False
     """True if a supervisor restarts the process when it ends."""
     state: Health = Health.HEALTHY
     reason: str = ""
     since: float = 0.0
-    """Unix time at which this state began, or of the last restart."""
+    """Unix time at which this health state began, or of the last restart."""
     down_since: float = 0.0
-    """Unix time at which the replica last stopped working."""
+    """Unix time at which the replica last became RESTARTING or FAILED."""
     restarts: tuple[float, ...] = ()
     """Unix times of the last restarts, by this or an earlier coordinator."""
     tries: int = 0
-    """Number of consecutive times that a process was lost or did not come back, without work in between."""
+    """Number of consecutive times that a process was lost or did not come back, without a finished group in between."""
     counted_id: str = ""
-    """Id of the last process whose end is among `tries`."""
+    """Id of the last process whose end `tries` counts."""
     failure: str = ""
     """Last error that the replica's processes reported since one of them last worked."""
     seen_working: bool = False
-    """True if the newest process has finished a group."""
+    """True if the replica's newest process has finished a group."""
     refused: bool = False
-    """True if the start was refused: the settings or the model are wrong."""
+    """True if the replica refused to start, because the settings or the model are wrong."""
 
 
 class RoleHealth(Record):
@@ -225,23 +225,24 @@ class RoleHealth(Record):
     state: Health = Health.HEALTHY
     reason: str = ""
     since: float = 0.0
-    """Unix time at which this state began."""
+    """Unix time at which the role's health state began."""
     rebuilds: int = 0
-    """Number of rebuilds (restarts of all the role's replicas) since the last committed step."""
+    """Number of the role's rebuilds (restarts of all its replicas) since the last committed step."""
     rebuilt_at_step: int = 0
     """Number of the run's last committed step when the role's last rebuild began."""
     pause: str = ""
-    """Reason of the run's pause for a rebuild. A coordinator ends the pause only if the run's reason is the same."""
+    """Reason of the run's pause for this role's rebuild. A coordinator ends the pause only if the run's reason is the
+    same."""
 
 
 class Event(Record):
-    """A change of a run's health, or an action on it."""
+    """An event in a run's health log: a changed state, or an action such as a restart."""
 
     number: int
     time: datetime
     role: str
     instance: str
-    """Name of the replica; empty for the role as a whole."""
+    """Name of the replica instance; empty if the event concerns the role as a whole."""
     state: Health
     text: str
 
@@ -250,19 +251,20 @@ class HealthRecord(Record):
     """State of the health manager that survives a restart of the coordinator."""
 
     replicas: dict[str, ReplicaHealth] = Field(default_factory=dict)
-    """Health of each replica, by instance."""
+    """Health of each replica, by name of the instance."""
     roles: dict[str, RoleHealth] = Field(default_factory=dict)
-    """Health of each role."""
+    """Health of each role, by role name."""
     events: tuple[Event, ...] = ()
-    """Latest events, oldest first."""
+    """Latest health events, oldest first."""
 
     @property
     def given_up(self) -> Iterator[str]:
-        """The instances that failed."""
+        """Names of the replica instances whose health is FAILED."""
         return (instance for instance, one in self.replicas.items() if one.state == Health.FAILED)
 
     def with_reset_timers(self, now: float) -> "HealthRecord":
-        """Return a copy with all timers restarted at `now`, after a time without a coordinator or without Redis.
+        """Return a copy of the health record with all timers restarted at `now`, after a time without a coordinator or
+        without Redis.
 
         Tries are reset, too, because a process may have ended during that time. Times after `now` come from an earlier
         coordinator, before the clock was set back: restarts at such times no longer count, and waits since such times
@@ -287,14 +289,14 @@ class HealthRecord(Record):
 
 
 class Direction(StrEnum):
-    """Direction of a request; the names are those of the ScaleDirection enum."""
+    """Direction of a scale request: OUT adds replicas, IN removes them. Names are those of the ScaleDirection enum."""
 
     OUT = "OUT"
     IN = "IN"
 
 
 class ScaleState(StrEnum):
-    """State of a request or of one of its replicas; names and meanings are those of the ScaleState enum."""
+    """State of a scale request or of one of its replicas; names and meanings are those of the ScaleState enum."""
 
     PENDING = "PENDING"
     CREATING = "CREATING"
@@ -314,7 +316,7 @@ class ScaleState(StrEnum):
 
     @property
     def can_go_back(self) -> bool:
-        """True if a cancelled request rolls back a replica in this state."""
+        """True if a cancelled scale request rolls back a replica in this state."""
         return self in UNDER_WAY and self != ScaleState.REMOVING
 
 
@@ -322,7 +324,7 @@ UNDER_WAY = (
     *(ScaleState.PENDING, ScaleState.CREATING, ScaleState.SYNCING),
     *(ScaleState.DRAINING, ScaleState.REMOVING),
 )
-"""States in progress, the least advanced first."""
+"""States of scale requests and their replicas that are in progress, the least advanced first."""
 
 
 TIMEOUT_SECONDS, DRAIN_SECONDS = 600.0, 30.0
@@ -331,46 +333,46 @@ ROLLED_BACK = "rolled back, because another replica failed"
 
 
 class ScaleSpec(Record):
-    """Content of a scale request."""
+    """What a scale request asks for."""
 
     direction: Direction
     role: str
     replicas: int = 0
-    """Target number; 0 if `addresses`, `sglang_urls` or `replica_ids` name the replicas."""
+    """Wanted number of replicas; 0 if `addresses`, `sglang_urls` or `replica_ids` name the replicas."""
     addresses: tuple[str, ...] = ()
     sglang_urls: tuple[str, ...] = ()
     replica_ids: tuple[str, ...] = ()
     gpu_uuids: tuple[str, ...] = ()
     seconds: float
-    """Seconds until all replicas must be active (out) or drained (in)."""
+    """Seconds until all new replicas must be active (OUT), or all removed replicas must be drained (IN)."""
     rollback_all: bool = False
-    """Only for OUT: remove all replicas if one of them fails."""
+    """True if all new replicas are removed when one of them fails. Only for direction OUT."""
 
 
 class ScaledReplica(Record):
-    """One replica of a request."""
+    """One replica that a scale request adds or removes."""
 
     launch_id: str
     state: ScaleState = ScaleState.PENDING
     outcome: ScaleState | None = None
-    """State of the replica after REMOVING."""
+    """Final state that the replica gets once it is removed."""
     replica_id: str = ""
     address: str = ""
-    """Address of the replica; empty until known."""
+    """Address of the replica; empty until it is known."""
     gpu_uuids: tuple[str, ...] = ()
     sglang_url: str = ""
     detail: str = ""
 
 
 class ScaleRecord(Record):
-    """One scale request."""
+    """Record of one scale request."""
 
     request_id: str
     spec: ScaleSpec
     scaled: tuple[ScaledReplica, ...] = ()
     cancelled: bool = False
     rolled_back: bool = False
-    """True if all replicas are removed because one failed under `rollback_all`."""
+    """True if all replicas are removed because one failed and `rollback_all` is set."""
     reason: str = ""
     create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
     update_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
@@ -378,7 +380,7 @@ class ScaleRecord(Record):
 
     @property
     def state(self) -> ScaleState:
-        """State of the least advanced replica; at the end, the result of all replicas."""
+        """State of the least advanced replica; once all replicas have ended, the result of the request."""
         states = {replica.state for replica in self.scaled}
         if under_way := [state for state in UNDER_WAY if state in states]:
             return under_way[0]
@@ -393,7 +395,7 @@ class ScaleRecord(Record):
 
     @property
     def going_back(self) -> bool:
-        """True if the request was cancelled or rolled back."""
+        """True if the scale request was cancelled or rolled back."""
         return self.cancelled or self.rolled_back
 
     def after_failures(self) -> "ScaleRecord":

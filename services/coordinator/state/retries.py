@@ -22,20 +22,20 @@ Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 MEDIA_HOST = "a media host"
-"""Value of Wait.on while a run waits for media."""
+"""Value of Wait.on while a run waits for a media host."""
 RETRY_SECONDS = 0.5
 WARN_EVERY = 20
-"""Failed attempts between two warnings."""
+"""Number of failed attempts from one warning to the next."""
 HUNG_SECONDS = 20.0
 """Seconds after which an operation on a folder counts as waiting for its disk, such as an unreachable network file
 system."""
 
 
 class Retry:
-    """Repeats an operation until its requirements are available, and logs the waits."""
+    """Repeats an operation that needs Redis, a folder or a media host until it succeeds, and shows its waits."""
 
     hung_seconds: float | None = None
-    """Seconds after which a slow attempt counts as waiting; None: attempts have their own deadline."""
+    """Seconds after which a slow attempt counts as waiting; None if attempts have their own deadline."""
 
     def __init__(
         self,
@@ -47,10 +47,11 @@ class Retry:
         disk: bool = False,
         max_seconds: float = math.inf,
     ) -> None:
-        """`owner`: name in the log, such as "run demo"; `needs`: name of the requirement; `errors`: exceptions of an
-        operation whose requirement is unavailable.
+        """`owner`: name in the log, such as "run demo"; `needs`: name of the requirement; `errors`: types of the errors
+        that an operation raises while its requirement is unavailable.
 
-        `on` and `disk`: fields of its Wait. An error more than `max_seconds` after a call's first error is raised.
+        `on` and `disk`: fields of the Wait that is shown. An error more than `max_seconds` after a call's first error
+        is raised.
         """
         self._owner = owner
         self._needs = needs
@@ -62,12 +63,12 @@ class Retry:
 
     @property
     def waiting(self) -> bool:
-        """True while an operation waits for its requirements."""
+        """True while an operation waits because a requirement is unavailable."""
         return bool(self._waits)
 
     async def call(self, operation: Callable[..., Awaitable[Result]], *arguments: Any, **named: Any) -> Result:
-        """Repeat the operation until it raises none of `errors`. Raises other errors at once, and `errors` after
-        `max_seconds`."""
+        """Repeat an operation until it raises none of `errors`. Raises other errors at once, and one of `errors` if it
+        still occurs `max_seconds` after the first."""
         attempt, failed = 0, math.inf
         with ExitStack() as ends:
             wait = Wait(f"{self._needs}, for {self._owner}: no answer", self._on, disk=self._disk)
@@ -89,14 +90,14 @@ class Retry:
                     await asyncio.sleep(RETRY_SECONDS)  # named: above
 
     def _begin(self, wait: Wait, ends: ExitStack) -> None:
-        """Show the wait among the process's waits until `ends` closes. Does nothing if it is shown already."""
+        """Show a wait among the process's waits until `ends` closes. Does nothing if the wait is already shown."""
         if wait not in self._waits:
             self._waits.add(wait)
             ends.callback(self._waits.discard, wait)
             ends.enter_context(wait.named())
 
     async def in_thread(self, operation: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
-        """Repeat a blocking operation in a thread, like `call`."""
+        """In a thread, repeat a blocking operation as `call` does."""
         return await self.call(asyncio.to_thread, operation, *arguments, **named)
 
 
@@ -104,7 +105,7 @@ class RedisRetry(Retry):
     """Repeats an operation until Redis answers."""
 
     def __init__(self, owner: str) -> None:
-        """`owner` appears in the log."""
+        """`owner`: name in the log, such as "run demo"."""
         super().__init__(owner, "Redis", (StoreUnavailable, BoardUnavailable), on="redis")
 
 
@@ -117,7 +118,7 @@ class FolderRetry(Retry):
     hung_seconds = HUNG_SECONDS
 
     def __init__(self, owner: str, folder: Path) -> None:
-        """`owner` appears in the log."""
+        """`owner`: name in the log, such as "run demo"."""
         super().__init__(owner, f"the disk of {folder}", (OSError,), disk=True)
 
 
@@ -125,14 +126,15 @@ class MediaHostRetry(Retry):
     """Repeats reading prompts while a host of their media doesn't answer, for at most data.media_wait_seconds."""
 
     def __init__(self, owner: str, data: DataConfig) -> None:
-        """`owner` appears in the log."""
+        """`owner`: name in the log, such as "run demo"."""
         needs = f"{MEDIA_HOST} ({', '.join(data.media_hosts)})"
         super().__init__(owner, needs, (PromptHostAway,), on=MEDIA_HOST, max_seconds=data.media_wait_seconds)
         self.hung_seconds = HUNG_SECONDS if data.media_hosts else None
 
 
 def outlives_caller(what: str) -> Callable[[Method], Method]:
-    """Have a method finish even if its caller is cancelled. `what`: name in the log, such as "a scale request"."""
+    """Decorate an async method so that it finishes even if its caller is cancelled. `what`: name in the log, such as "a
+    scale request"."""
 
     def log_failure(task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -44,7 +44,7 @@ from services.coordinator.state.records import HealthRecord, ReplicaRecord, RunR
 PREFIX = key_prefix(COORDINATOR)
 RUNS = PREFIX + "runs"
 REQUESTS = PREFIX + "start-requests"
-"""Run ids by the id of the StartRun request."""
+"""Redis key of a hash: run id by the id of the StartRun request."""
 DELETING = PREFIX + "deleting"
 ACTIVE = PREFIX + "active"
 REPLICAS = PREFIX + "replicas"
@@ -54,14 +54,14 @@ SCALING = PREFIX + "scaling"
 
 SETTINGS: dict[str, Any] = {"protocol": 2, "decode_responses": True, "health_check_interval": 15}
 MAX_BOARDS = 8
-"""Maximum number of connected boards, besides the active run's."""
+"""Maximum number of connected boards of runs that aren't active."""
 READERS = ThreadPoolExecutor(8, thread_name_prefix="reader")
 """Threads for calls that only read boards and files. While Redis doesn't answer, each such call blocks a thread for
 seconds; calls that replicas depend on, such as Register, must not wait for a thread."""
 Result = TypeVar("Result")
 
 BACKOFF, RETRIES = ExponentialBackoff(cap=0.2, base=0.02), 2
-"""Back-off, in seconds, and number of the retries inside redis-py."""
+"""BACKOFF: pauses between redis-py's own retries, in seconds. RETRIES: maximum number of these retries."""
 
 # Records are few, small and replaced often. A full Redis must accept them, because only a working coordinator frees
 # memory, step by step. A new run may be refused.
@@ -93,7 +93,7 @@ return 'OK'
 
 
 class StoreUnavailable(Unavailable):
-    """Redis doesn't answer."""
+    """Redis doesn't answer the coordinator's store; a retry may succeed."""
 
 
 class StoreFull(Unavailable):
@@ -101,11 +101,11 @@ class StoreFull(Unavailable):
 
 
 class Superseded(Unavailable):
-    """A newer coordinator has taken over; this one must end."""
+    """A newer coordinator has taken over this Redis; this process must end."""
 
 
 class RunIdTaken(Exception):
-    """A run of this id exists."""
+    """A run with this id exists already."""
 
 
 class AnotherRunActive(Exception):
@@ -113,12 +113,12 @@ class AnotherRunActive(Exception):
 
 
 def run_key(run_id: str) -> str:
-    """Return the key of a run's record."""
+    """Return the Redis key of a run's record."""
     return f"{PREFIX}run:{run_id}"
 
 
 def health_key(run_id: str) -> str:
-    """Return the key of a run's health record."""
+    """Return the Redis key of a run's health record."""
     return f"{PREFIX}health:{run_id}"
 
 
@@ -131,7 +131,7 @@ class _Leadership:
 
 
 class StoreOperations:
-    """Operations that Store and AsyncStore share."""
+    """Operations on the coordinator's records, shared by Store and AsyncStore."""
 
     _leadership: _Leadership
 
@@ -147,7 +147,7 @@ class StoreOperations:
 
     @operation
     def is_cluster_node(self) -> RedisOperation[bool]:
-        """Return whether this Redis is a node of a Redis Cluster."""
+        """Return True if this Redis is a node of a Redis Cluster."""
         return (yield from is_cluster_node())
 
     @operation
@@ -163,7 +163,8 @@ class StoreOperations:
 
     @operation
     def create_run(self, run: RunRecord) -> RedisOperation[None]:
-        """Create a run as the active one; may be repeated. Raises RunIdTaken, AnotherRunActive, StoreFull."""
+        """Create a run and make it the active one. The call may be repeated. Raises RunIdTaken, AnotherRunActive,
+        StoreFull."""
         keys = [TERM_KEY, run_key(run.run_id), ACTIVE, RUNS, REQUESTS]
         created = run.create_time.timestamp()
         arguments: list[str | float] = [self.term, run.run_id, run.model_dump_json(), created, run.request_id]
@@ -183,7 +184,7 @@ class StoreOperations:
 
     @operation
     def save_run(self, run: RunRecord) -> RedisOperation[None]:
-        """Save a run's record; an ended run is no longer active."""
+        """Save a run's record. A run that has ended is no longer the active run."""
         commands: list[list[str]] = [["SET", run_key(run.run_id), run.model_dump_json()]]
         if run.phase.ended:
             commands.append(["DEL", ACTIVE])
@@ -191,12 +192,12 @@ class StoreOperations:
 
     @operation
     def run(self, run_id: str) -> RedisOperation[RunRecord | None]:
-        """Return a run's record."""
+        """Return a run's record; None if there is none."""
         return (yield from _run(run_id))
 
     @operation
     def started_by(self, request_id: str) -> RedisOperation[RunRecord | None]:
-        """Return the run that a StartRun request started."""
+        """Return the record of the run that a StartRun request started; None if there is none."""
         run_id = yield from ask("HGET", REQUESTS, request_id)
         return (yield from _run(run_id)) if run_id else None
 
@@ -207,7 +208,7 @@ class StoreOperations:
 
     @operation
     def run_times(self) -> RedisOperation[dict[str, float]]:
-        """Return the Unix times at which all runs were created, by run id, newest first."""
+        """Return the Unix time at which each run was created, by run id, newest first."""
         found = yield from ask("ZREVRANGE", RUNS, 0, -1, "WITHSCORES")
         return dict(zip(found[::2], map(float, found[1::2]), strict=True))
 
@@ -219,34 +220,34 @@ class StoreOperations:
 
     @operation
     def end_delete(self, run_id: str) -> RedisOperation[None]:
-        """Record that a run's board is deleted."""
+        """Record that a deleted run's board is deleted, too."""
         yield from self._write([["SREM", DELETING, run_id]])
 
     @operation
     def deleting(self) -> RedisOperation[list[str]]:
-        """Return the deleted runs whose boards may still exist."""
+        """Return the ids of deleted runs whose boards may still exist."""
         return sorted((yield from ask("SMEMBERS", DELETING)))
 
     @operation
     def active_run_id(self) -> RedisOperation[str | None]:
-        """Return the id of the active run."""
+        """Return the id of the active run; None without one."""
         found: str | None = yield from ask("GET", ACTIVE)
         return found
 
     @operation
     def save_replica(self, replica_id: str, record: ReplicaRecord) -> RedisOperation[None]:
-        """Save a registration."""
+        """Save a replica's registration."""
         yield from self._write([["HSET", REPLICAS, replica_id, record.model_dump_json()]])
 
     @operation
     def remove_replicas(self, replica_ids: Sequence[str], gpu_uuids: Sequence[str]) -> RedisOperation[None]:
-        """Delete registrations, and the holders of these GPUs."""
+        """Delete registrations of replicas, and holder records of GPUs (`gpu_uuids`)."""
         removed = ((REPLICAS, replica_ids), (GPUS, gpu_uuids))
         yield from self._write([["HDEL", key, *fields] for key, fields in removed if fields])
 
     @operation
     def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> RedisOperation[None]:
-        """Save a replica as holder of GPUs, and remove the holder of other GPUs."""
+        """Save a replica as the holder of GPUs, and remove the holder of others. `held` and `freed`: holder records."""
         commands = [["HSET", GPUS, uuid, replica_id] for uuid in held]
         if freed:
             commands.append(["HDEL", GPUS, *freed])
@@ -254,12 +255,13 @@ class StoreOperations:
 
     @operation
     def gpu_holders(self) -> RedisOperation[dict[str, str]]:
-        """Return the ids of the replicas that hold GPUs, by holder record."""
+        """Return the ids of the replicas that hold GPUs, by holder record (a GPU's UUID and a suffix for the kind of
+        lease)."""
         return dict((yield from ask("HGETALL", GPUS)))
 
     @operation
     def replicas(self) -> RedisOperation[dict[str, ReplicaRecord]]:
-        """Return all registrations by replica id."""
+        """Return the registrations of all replicas, by replica id."""
         stored = yield from ask("HGETALL", REPLICAS)
         return {key: ReplicaRecord.model_validate_json(value) for key, value in stored.items()}
 
@@ -276,7 +278,7 @@ class StoreOperations:
 
     @operation
     def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> RedisOperation[None]:
-        """Save a scale request and delete others."""
+        """Save a scale request, and delete the requests `forget`."""
         commands = [["HSET", SCALING, record.request_id, record.model_dump_json()]]
         if forget:
             commands.append(["HDEL", SCALING, *forget])
@@ -295,7 +297,7 @@ class StoreOperations:
 
     @operation
     def health(self, run_id: str) -> RedisOperation[HealthRecord]:
-        """Return a run's health record."""
+        """Return a run's health record; an empty one if there is none."""
         text = yield from ask("GET", health_key(run_id))
         return HealthRecord.model_validate_json(text) if text else HealthRecord()
 
@@ -305,7 +307,8 @@ class StoreOperations:
         self._check((yield from self._script(_GUARDED, keys, self.term, json.dumps(commands))))
 
     def _script(self, text: str, keys: Sequence[str], *arguments: Any) -> RedisOperation[Any]:
-        """Run a script. Its writes survive the primary if the URL has `wait_replicas`."""
+        """Run a Lua script and return its reply. Its writes survive a lost Redis primary if the URL has
+        `wait_replicas`."""
         (reply,) = yield Send([("EVAL", text, len(keys), *keys, *arguments)], how="write")
         return reply
 
@@ -316,7 +319,7 @@ class StoreOperations:
 
 
 class Store(StoreOperations, Blocking):
-    """Reads and writes records. Blocks, and is thread-safe."""
+    """Reads and writes the coordinator's records in Redis. Blocks, and is thread-safe."""
 
     def __init__(self, redis_url: str, *, timeout_seconds: float = 3.0) -> None:
         self.redis_url = redis_url
@@ -327,7 +330,7 @@ class Store(StoreOperations, Blocking):
         self._redis = connect(redis_url, tag=COORDINATOR, seconds=timeout_seconds, **settings)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections to Redis."""
         self._redis.close()
 
     def _send(self, request: Request) -> list[Any]:
@@ -340,7 +343,8 @@ class Store(StoreOperations, Blocking):
 
 
 class AsyncStore(StoreOperations, Asynchronous):
-    """Store for one event loop. Shares the term of `in_threads`, a blocking store that has taken over."""
+    """Reads and writes the coordinator's records in Redis, from one event loop. Shares the term of `in_threads`, a
+    blocking store that has taken over."""
 
     def __init__(self, store: Store) -> None:
         self.in_threads = store
@@ -351,7 +355,7 @@ class AsyncStore(StoreOperations, Asynchronous):
         self._redis = connect_async(store.redis_url, tag=COORDINATOR, seconds=self._seconds, **settings)
 
     async def close(self) -> None:
-        """Close all connections, those of `in_threads` included."""
+        """Close all connections to Redis, including those of `in_threads`."""
         await self._redis.aclose()
         self.in_threads.close()
 
@@ -371,7 +375,7 @@ def _run(run_id: str) -> RedisOperation[RunRecord | None]:
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Turn errors of an unavailable Redis into StoreUnavailable."""
+    """Turn errors of redis-py into StoreUnavailable if a retry may succeed."""
     try:
         yield
     except redis.RedisError as error:
@@ -390,7 +394,7 @@ class RunBoard(AsyncBoard):
         """Takes the arguments of Board."""
         super().__init__(*arguments, **settings)
         self.in_threads = Board(*arguments, **settings)
-        """Board for threads, which connects when first used."""
+        """Board for use in threads. It connects to Redis when first used."""
 
     async def close(self) -> None:
         """Close all connections to Redis. A later read connects again."""
@@ -404,7 +408,7 @@ class RunBoards:
     def __init__(self, redis_url: str) -> None:
         self._redis_url = redis_url
         self._boards: dict[str, RunBoard] = {}
-        """Boards by run id, the most recently used last."""
+        """Connected boards by run id, the most recently used last."""
         self._closings: set[asyncio.Task[None]] = set()
 
     def open(self, record: RunRecord, *, active: str | None) -> RunBoard:
@@ -421,21 +425,21 @@ class RunBoards:
         return board
 
     def keep(self, board: RunBoard) -> None:
-        """Keep a board connected, as the most recently used."""
+        """Keep a board in the cache, as the most recently used."""
         self._boards[board.run_id] = board
 
     def forget(self, run_id: str) -> None:
-        """Remove a run's board, which the caller closes."""
+        """Remove a run's board from the cache without closing it."""
         self._boards.pop(run_id, None)
 
     async def close(self) -> None:
-        """Close all boards."""
+        """Close all cached boards."""
         for board in self._boards.values():
             await board.close()
 
 
 async def read_board(reading: Awaitable[Result]) -> Result:
-    """Await a read of a board. Raises Unavailable if Redis doesn't answer."""
+    """Await an operation that reads a board. Raises Unavailable if Redis doesn't answer."""
     try:
         return await reading
     except BoardUnavailable as error:
@@ -443,5 +447,5 @@ async def read_board(reading: Awaitable[Result]) -> Result:
 
 
 async def read_in_thread(operation: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a read of a board and a run's files in a thread. Raises Unavailable if Redis doesn't answer."""
+    """In a thread, run a function that reads a board and a run's files. Raises Unavailable if Redis doesn't answer."""
     return await read_board(asyncio.get_running_loop().run_in_executor(READERS, operation, *arguments))

@@ -47,50 +47,50 @@ class HandoffMove(StrEnum):
     """A move of the GPU handoff: which replicas sleep and which wake up next."""
 
     WAIT = "wait"
-    """No move: a replica works, starts, or is missing."""
+    """No move now: a replica works, is starting, or is missing."""
     TRAIN = "train"
     """Put the engines to sleep and wake the trainer up."""
     SYNCHRONISE = "synchronise"
     """Send the trainer's weights to the engines, put the trainer to sleep and let the engines generate."""
     START_TRAINER = "start the trainer"
-    """Put the engines to sleep, so that a trainer that waits can load its model."""
+    """Put the engines to sleep, so that the trainer that waits for the GPUs can load its model."""
     START_ENGINES = "start engines"
-    """Put the trainer to sleep, so that replicas without engines can start them."""
+    """Put the trainer to sleep, so that replicas that wait for the GPUs can start their engines."""
     WAKE_JUDGES = "wake the judges"
     """Wake up the judges on the GPUs of serving engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """The state of replicas, weights and board."""
+    """What the next GPU handoff depends on: the state of replicas, weights and board."""
 
     trainer: Literal["absent", "waiting", "starting", "ready"]
-    """State of the trainer. Waiting: for the GPU, without a model. Starting: it has the GPU and isn't ready."""
+    """State of the trainer. "waiting": for the GPU, without a model. "starting": it has the GPU and isn't ready."""
     trainer_awake: bool
     """True if the trainer holds device memory."""
     engines_waiting: bool = False
-    """True if any replica without an engine waits for the GPU."""
+    """True if any rollout or judge replica that has no model yet waits for the GPU."""
     engines_starting: bool = False
-    """True if any replica has the GPU but no engine yet."""
+    """True if any rollout or judge replica has the GPU but no model yet."""
     engines_awake: bool = False
     """True if any engine holds device memory."""
     engines_able: bool = False
-    """True if any engine, awake or asleep, can receive weights."""
+    """True if any engine, awake or asleep, can receive weights now."""
     engines_serving: bool = False
     """True if any engine serves the announced version."""
     generating: bool = False
-    """True while the engines have work to finish: groups of the next step, or an evaluation."""
+    """True while the engines have work: groups of the next step, or an evaluation."""
     due: bool = False
     """True if the trainer has work: all groups of the next step are ready, or a checkpoint or export is requested."""
     judges_asleep: bool = False
-    """True if any judge that takes turns is asleep and not given up. Judges that are awake or have no model count as
-    engines in the fields above."""
+    """True if any judge that takes turns is asleep, except judges that are given up. Judges that are awake or have no
+    model count as engines in the fields above."""
     announced: bool = False
-    """True if this trainer has announced the newest step's version."""
+    """True if the present trainer has announced the newest step's version."""
 
 
 def next_move(now: Situation) -> HandoffMove:
-    """Return the next move. No move takes a device from a replica that is starting on it."""
+    """Return the next move for a situation. No move takes a device from a replica that is starting on it."""
     # Judges come first: without them no groups become ready, so the engines' turn would never end. If the groups are
     # ready anyway, other judges have answered, and the turn doesn't wait for a sleeping judge.
     turn_ends = now.due and not now.generating
@@ -112,20 +112,21 @@ def next_move(now: Situation) -> HandoffMove:
 
 
 PATIENCE = 3
-"""Multiple of run.switch_timeout_seconds after which a failing process is given up."""
+"""Time for which a process's handoff calls may fail before the process is given up, as a multiple of
+run.switch_timeout_seconds."""
 
 
 @dataclass(frozen=True)
 class HandoffFailure:
-    """The consecutive failed calls of one process."""
+    """Consecutive failed handoff calls of one process."""
 
     action: str
     """The failed action, such as "wake up"."""
     error: str
-    """Error of the last call."""
+    """Error message of the last failed call."""
     began: float
     ended: float
-    """Clock times at which the first call began and the last one ended."""
+    """Clock times in seconds at which the first failed call began and the last one ended."""
 
     @property
     def seconds(self) -> float:
@@ -137,7 +138,7 @@ class HandoffFailure:
 
 
 class HandoffFailures:
-    """Records for how long the calls to each process have failed; a new process of an instance starts at zero."""
+    """Records for how long handoff calls to each process have failed. A new process starts without failures."""
 
     def __init__(self, switch_timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_seconds = PATIENCE * switch_timeout_seconds
@@ -145,21 +146,22 @@ class HandoffFailures:
         self._failures: dict[str, HandoffFailure] = {}
 
     def failed(self, replica_id: str, action: str, error: str, began: float) -> None:
-        """Record a failed call that began at time `began`. Repeated failures of one action keep the first time."""
+        """Record a failed call that began at time `began`. The first time is kept while the same action fails
+        repeatedly."""
         before = self._failures.get(replica_id)
         first = before.began if before is not None and before.action == action else began
         self._failures[replica_id] = HandoffFailure(action, error, first, self._clock())
 
     def worked(self, replica_id: str) -> None:
-        """Record a call that the replica answered."""
+        """Forget a process's failures, because it has answered a call."""
         self._failures.pop(replica_id, None)
 
     def of(self, replica_id: str) -> HandoffFailure | None:
-        """Return the failure of a process; None if its last call worked."""
+        """Return the failed calls of a process; None if its last call worked."""
         return self._failures.get(replica_id)
 
     def given_up(self, replica_id: str) -> bool:
-        """Return whether a process has failed for longer than allowed.
+        """Return True if a process is given up, because its calls have failed for longer than allowed.
 
         Health management then restarts it, and turns don't wait for it.
         """
@@ -186,11 +188,11 @@ WAKE_REQUESTS: dict[str, Callable[..., Any]] = {
     ROLLOUT: WakeRequest,
     JUDGE: JudgeWakeRequest,
 }
-"""Types of wake-up requests, by role."""
+"""Types of wake-up requests, by role name."""
 
 
 class HandoffFailed(Exception):
-    """A replica did not release or take the GPU."""
+    """A replica did not release or take the GPU in a handoff."""
 
 
 class GpuHandoff:
@@ -204,8 +206,8 @@ class GpuHandoff:
         training: Callable[[], bool],
         evaluating: Callable[[], bool],
     ) -> None:
-        """`training` returns whether the run trains. `evaluating` starts an evaluation that is due, and returns whether
-        one uses the engines."""
+        """`training` returns True while the run trains. `evaluating` starts an evaluation that is due, and returns True
+        while an evaluation uses the engines."""
         self._context = context
         self._fleet = context.fleet
         self._registry = context.registry
@@ -214,9 +216,9 @@ class GpuHandoff:
         self._evaluating = evaluating
         self._moving: HandoffMove | None = None
         self._metrics: dict[str, float] = {}
-        """Durations of the handoffs since the last step, with the device memory before and after."""
+        """Durations of the handoffs since the last step, and device memory before and after them, by metric."""
         self._resting = False
-        """True once no further moves are made."""
+        """True once `rest` was called: no further moves are made."""
         self._trainer_users = 0
         """Number of callers inside `trainer_awake`."""
         self._failures = HandoffFailures(context.config.run.switch_timeout_seconds)
@@ -224,24 +226,25 @@ class GpuHandoff:
 
     @property
     def waiting_for(self) -> str:
-        """The handoff in progress, the last failure, and the judges that turns don't wait for; empty if there are
-        none."""
+        """Description of the handoff in progress, the last failure and the judges that turns don't wait for. Empty if
+        there is nothing to tell."""
         moving = self._moving or ""
         failed = f"the last attempt failed: {self.last_failure}" if self.last_failure else ""
         return "; ".join(filter(None, (moving, failed, *map(self._lost, self._judges()))))
 
     def failure(self, replica: Replica) -> tuple[HandoffFailure, bool] | None:
-        """Return the failed action of an engine or judge, and whether it is given up; None if there is none."""
+        """Return the failed calls of an engine or judge, and whether it is given up; None if its last call worked."""
         found = self._failures.of(replica.replica_id)
         return None if found is None else (found, self._failures.given_up(replica.replica_id))
 
     def _lost(self, judge: Replica) -> str:
-        """Return the reason why turns don't wait for a judge; empty if they do."""
+        """Return a sentence about why turns don't wait for a judge; empty if they wait."""
         failure = self.failure(judge)
         return f"{judge.replica_id} is not waited for: {failure[0]}" if failure is not None and failure[1] else ""
 
     def request_gpu(self, replica: Replica) -> str:
-        """Request the GPU for a replica without an engine or ranks. Returns "" if granted, else the reason."""
+        """Request the GPU for a replica without an engine or ranks. Returns "" if the GPU is granted, otherwise the
+        reason for the refusal."""
         replica.request_gpu()
         trainers = self._registry.of_role(TRAINER)
         others = self._engines() if replica.registration.role == TRAINER else trainers
@@ -307,7 +310,7 @@ class GpuHandoff:
                 self._moving = None
 
     def _judges(self) -> list[Replica]:
-        """Return the judges that take turns."""
+        """Return the judges that take turns on the GPUs; none if judges have GPUs for themselves."""
         return self._registry.of_role(JUDGE) if self._context.config.roles.judge.shares_gpus else []
 
     def _engines(self) -> list[Replica]:
@@ -315,7 +318,7 @@ class GpuHandoff:
         return [*self._registry.of_role(ROLLOUT), *self._judges()]
 
     async def _next_move(self) -> HandoffMove:
-        """Derive the next move from the replicas and the board."""
+        """Return the next move, which follows from the replicas' states and the board."""
         trainers, rollouts = self._registry.of_role(TRAINER), self._engines()
         if any(replica.awake is None for replica in (*trainers, *rollouts)):
             return HandoffMove.WAIT  # not reported yet since this coordinator started
@@ -349,7 +352,7 @@ class GpuHandoff:
         return move
 
     async def _ready_groups(self) -> int:
-        """Count the groups that are ready to train."""
+        """Return the number of groups on the board that are ready to train."""
         queues = await self._context.board.queues()
         return next(depth.waiting + depth.held for depth in queues if depth.stage == "train")
 
@@ -377,7 +380,7 @@ class GpuHandoff:
         started = time.monotonic()
 
         async def hand_over() -> None:
-            """Give the GPU to the engines once they have the weights."""
+            """Once the engines have the weights, put the trainer to sleep and let the engines generate."""
             self._add("switch_transfer_seconds", time.monotonic() - started)
             await self._sleep_trainer()
             try:
@@ -402,7 +405,7 @@ class GpuHandoff:
         self._record_memory("engine", [one for one in answers if not isinstance(one, JudgeSleepResponse)] or answers)
 
     def _sleeping_judges(self) -> list[Replica]:
-        """Return the sleeping judges with a model that aren't given up."""
+        """Return the judges that are asleep with a loaded model, except those given up."""
         ready = [judge for judge in self._judges() if judge.status.state == REPLICA_STATE_READY and not judge.awake]
         return [judge for judge in ready if not self._failures.given_up(judge.replica_id)]
 
@@ -422,7 +425,7 @@ class GpuHandoff:
         await self._wake("", [trainer], metrics=metrics)  # the trainer records this duration itself
 
     async def _sleep(self, metric: str, replicas: Sequence[Replica]) -> list[Any]:
-        """Put replicas to sleep, and return their answers. See `_timed`."""
+        """Put replicas to sleep, and return their answers. Adds the duration to the metric. Raises HandoffFailed."""
         seconds = self._context.config.run.switch_timeout_seconds
         sync_id = self._sync.next_id()
 
@@ -435,7 +438,8 @@ class GpuHandoff:
         return await self._timed(metric, "sleep", replicas, sleep)
 
     async def _wake(self, metric: str, replicas: Sequence[Replica], **fields: Any) -> None:
-        """Wake replicas up; `fields`: those of their requests. See `_timed`."""
+        """Wake replicas up; `fields`: those of their requests. Adds the duration to the metric, unless its name is
+        empty. Raises HandoffFailed."""
         seconds = self._context.config.run.switch_timeout_seconds
         sync_id = self._sync.next_id()
 
@@ -452,14 +456,15 @@ class GpuHandoff:
         return stubs[replica.registration.role](replica.registration.address)
 
     def _record_memory(self, who: str, answers: Sequence[Any]) -> None:
-        """Record the device memory before and after Sleep, from the answers, for the next step's metrics."""
+        """Record, for the next step's metrics, the device memory before and after Sleep that the responses report."""
         self._metrics[f"{who}_awake_bytes"] = float(sum(answer.memory.before_bytes for answer in answers))
         self._metrics[f"{who}_asleep_bytes"] = float(sum(answer.memory.after_bytes for answer in answers))
 
     async def _timed(
         self, metric: str, action: str, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[Any]]
     ) -> list[Any]:
-        """Call all replicas concurrently and add the duration to a metric. Raises HandoffFailed."""
+        """Call all replicas concurrently and return their answers. Adds the duration to the metric, unless its name is
+        empty. Raises HandoffFailed."""
         started = time.monotonic()
         answers = await asyncio.gather(*map(call, replicas), return_exceptions=True)
         failed = []

@@ -26,7 +26,7 @@ from services.coordinator.state.records import GroupRecord, Member
 logger = logging.getLogger(__name__)
 
 Call = Awaitable[Any]
-"""A unary call in progress."""
+"""A unary gRPC call in progress."""
 
 PAUSE_MODES = {
     "in_place": rollout_pb2.PAUSE_MODE_IN_PLACE,
@@ -37,25 +37,25 @@ PAUSE_MODES = {
 SHORT_SECONDS = 3.0
 """Deadline, in seconds, of calls that only change a flag: resume, leave."""
 SILENT_SECONDS = 0.5
-"""Deadline, in seconds, of the same calls to a member that did not answer the last call: it may be frozen, and all
-members wait for it."""
+"""Deadline, in seconds, of leave calls to a member that did not answer the last call: it may be frozen, and all members
+wait for it."""
 MARGIN_SECONDS = 1.0
 """Seconds by which a call's deadline exceeds the deadline that the callee enforces."""
 ECHO_SECONDS = 0.2
 """Seconds after the first failure in which other calls may still fail, so that the error names every failed member."""
 CALLS_TOGETHER = 16
-"""Number of a broadcast's calls to start before the event loop gets a turn."""
+"""Number of calls of a broadcast that start before the event loop runs other tasks."""
 TO_BLAME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses of a dead or late member; any other status is an answer."""
+"""gRPC status codes that blame a member as dead or late. A member with another status has answered."""
 
 
 class SyncFailed(Exception):
-    """A weight synchronisation failed.
+    """A weight synchronisation failed. The attributes sort the members by cause.
 
-    `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: the latter, with the
-    differences. `refused`: members that answered with an error, possibly caused by another member. `unfit`: errors of
-    members that answered INVALID_ARGUMENT, which a restart would not cure. `silent`: members without an answer in time.
-    `changed`: the trainer has newer weights, or is making them.
+    `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: members with other weights,
+    and the differences. `refused`: members that answered with an error, possibly caused by another member. `unfit`:
+    errors of members that answered INVALID_ARGUMENT, which a restart would not cure. `silent`: members without an
+    answer in time. `changed`: the trainer has newer weights, or is making them.
     """
 
     def __init__(
@@ -80,24 +80,25 @@ class SyncFailed(Exception):
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """Durations of a transfer's parts, in seconds, each for the slowest engine. The broadcast overlaps with the
+    """Durations of a weight transfer's parts, in seconds, each for the slowest engine. The broadcast overlaps with the
     engines' parts."""
 
     pause: float
-    """Seconds until generation stopped."""
+    """Seconds until the engine stopped generating."""
     receive: float
-    """Seconds from the beginning of the reception until the version is committed."""
+    """Seconds from when the engine begins to receive weights until it has committed the version."""
     send: float
-    """Seconds of the trainer's broadcast."""
+    """Seconds that the trainer's broadcast took."""
     resume: float
     """Seconds to record the digest and resume the engines if their weights were compared first; otherwise engines
     resume by themselves."""
     bytes_sent: float
-    """Bytes that were sent, each counted once."""
+    """Bytes of weights that the trainer sent. Bytes for several engines count once."""
 
 
 class WeightGroupClient:
-    """Makes the calls of a weight synchronisation's steps. Each step raises SyncFailed if a member fails."""
+    """Calls the trainer and the engines in each step of a weight synchronisation. Each step raises SyncFailed if a
+    member fails."""
 
     def __init__(self, registry: Registry, peers: Peers, config: WeightsConfig) -> None:
         self._registry = registry
@@ -105,7 +106,8 @@ class WeightGroupClient:
         self._config = config
 
     def _pause(self, sync_id: int) -> tuple[rollout_pb2.PauseGenerationRequest, float]:
-        """Return a pause request, leased for the longest synchronisation, and its call's deadline in seconds."""
+        """Return a request to pause generation, with a lease as long as a synchronisation may take, and the call's
+        deadline in seconds."""
         config = self._config
         wait = config.timeout_seconds if config.pause == "drain" else config.connect_timeout_seconds
         request = rollout_pb2.PauseGenerationRequest(
@@ -116,7 +118,8 @@ class WeightGroupClient:
         return request, wait
 
     async def manifest(self, trainer: Member) -> trainer_pb2.GetWeightManifestResponse:
-        """Return the tensors that the trainer will send and the address of the ranks' store."""
+        """Return the trainer's weight manifest: the tensors that it will send, and the address of the store through
+        which ranks connect."""
         request = trainer_pb2.GetWeightManifestRequest()
         try:
             stub = self._trainer(trainer)
@@ -125,7 +128,7 @@ class WeightGroupClient:
             raise SyncFailed(f"the trainer did not return its weight manifest: {explain(error)}") from error
 
     async def join(self, sync_id: int, group: GroupRecord, manifest: trainer_pb2.GetWeightManifestResponse) -> None:
-        """Connect the trainer's source ranks and the engines to a new group."""
+        """Connect the trainer's sending ranks and the engines to a new weight group."""
         ranks, next_rank = {}, manifest.source_ranks
         for engine in group.engines:
             ranks[engine] = next_rank
@@ -234,7 +237,7 @@ class WeightGroupClient:
         return self._rollout(engine).ResumeGeneration(request, timeout=SHORT_SECONDS)
 
     async def leave(self, sync_id: int, group: GroupRecord) -> None:
-        """Have the registered members leave a group; paused engines stay paused."""
+        """Make the members that are still registered leave a weight group. Paused engines stay paused."""
         members = [member for member in (group.trainer, *group.engines) if self._registry.holds(member)]
         await self._broadcast("leave the old weight group", members, lambda m: self._leave(sync_id, group, m))
 
@@ -245,7 +248,8 @@ class WeightGroupClient:
         engines: Sequence[Member],
         quiet: Collection[Member] = (),
     ) -> set[Member]:
-        """Make all members leave the group, which aborts their collectives, and resume the engines that may serve.
+        """Make all members leave the weight group, which aborts their collectives, and resume the engines that may
+        serve.
 
         Engines that have received weights, or a part of them, quarantine themselves. `quiet` members may be frozen:
         their deadline is shorter. Returns the members that are gone or don't answer; never raises SyncFailed.
@@ -283,7 +287,7 @@ class WeightGroupClient:
     async def _broadcast(
         self, action: str, members: Sequence[Member], call: Callable[[Member], Call]
     ) -> dict[Member, Any]:
-        """Call all members at once; returns their answers.
+        """Call all members concurrently, and return their answers.
 
         Raises SyncFailed soon after the first failure or lost lease, and cancels the calls in progress.
         """

@@ -1,7 +1,7 @@
 """Weight synchronisation from the trainer to the engines: one at a time, each with deadlines.
 
-`JoinBatcher` decides which engines join the next synchronisation, `ExcludedEngines` which don't after failures, and
-`is_due` when it is due.
+`JoinBatcher` decides which engines join the next synchronisation, `ExcludedEngines` which engines are left out after
+failures, and `is_due` when it is due.
 
 If the membership changed, the members leave the old weight group and connect a new one while the engines keep
 generating. Then the trainer broadcasts, while each engine pauses, receives and resumes. When a member dies or is late,
@@ -31,9 +31,11 @@ from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.weight_group_client import SyncFailed, WeightGroupClient
 
 QUIET_SHARE = 0.5
-"""Pause without further arrivals after which waiting engines join, as a multiple of the time to connect a group."""
+"""Time without new arrivals after which waiting engines join the weight group, as a multiple of the seconds to connect
+a group."""
 MOST_SHARE = 4.0
-"""Maximum wait of an engine before it joins, as a multiple of the time to connect a group."""
+"""Maximum time that an engine waits before it joins the weight group, as a multiple of the seconds to connect a
+group."""
 
 
 class JoinBatcher:
@@ -47,14 +49,15 @@ class JoinBatcher:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[Member, float] = {}
-        """Time at which each engine was first seen."""
+        """Clock time at which each engine was first seen."""
         self.connect_seconds = 0.0
-        """Seconds that it took to connect the last group."""
+        """Seconds that connecting the last weight group took."""
         self.due_seconds = float("inf")
-        """Seconds until the engines that `admit` left out may join."""
+        """Seconds until the engines that `admit` left out may join; infinity if it left none out."""
 
     def admit(self, trainer: Member, engines: Sequence[Member], group: GroupRecord | None) -> list[Member]:
-        """Return the engines to synchronise now: all, or only those of the connected group."""
+        """Return the engines to synchronise now: all, or only members of the connected group while new ones wait to
+        join."""
         now = self._clock()
         self._seen = {engine: self._seen.get(engine, now) for engine in engines}
         self.due_seconds = float("inf")
@@ -77,14 +80,14 @@ EXCLUSION = Backoff(first_seconds=5.0, max_seconds=60.0)
 
 
 class ExcludedEngines:
-    """Counts the failures of engines and temporarily excludes the blamed ones."""
+    """Counts the failures of engines, and excludes those to blame from synchronisation for some time."""
 
     def __init__(self) -> None:
         self._blame: dict[Member, tuple[int, float]] = {}
-        """Consecutive failures of each engine, and the monotonic time until which it is excluded."""
+        """Number of consecutive failures of each engine, and the monotonic time until which the engine is excluded."""
         self.refusals: Counter[Member] = Counter()
-        """Number of failures since the last success in which this engine answered with an error and no member was dead
-        or late. They don't exclude the engine."""
+        """By engine: number of failures since the last success in which this engine answered with an error and no
+        member was blamed. They don't exclude the engine."""
 
     def members(self) -> list[Member]:
         """Return the engines that are excluded now."""
@@ -92,11 +95,12 @@ class ExcludedEngines:
         return [member for member, (_, until) in self._blame.items() if until > now]
 
     def failures(self, member: Member) -> int:
-        """Return the number of consecutive synchronisations that failed most likely because of this member."""
+        """Return the number of consecutive synchronisations whose failure this member probably caused."""
         return self._blame.get(member, (0, 0.0))[0] + self.refusals[member]
 
     def blame(self, members: Iterable[Member], known: Callable[[Member], bool]) -> None:
-        """Exclude members, for longer after each failure, and forget members that aren't in `known`."""
+        """Exclude members from synchronisation, for longer after each failure. Forget members for which `known` returns
+        False."""
         for member in members:
             failures = self._blame.get(member, (0, 0.0))[0] + 1
             seconds = EXCLUSION.pause(failures)
@@ -133,12 +137,13 @@ def is_due(announced: Version, served: Sequence[Version | None], *, interval: in
 logger = logging.getLogger(__name__)
 
 OTHERS_SECONDS = 0.003
-"""Delay, in seconds, before other waiters are notified of a new version, so that a synchronisation can send its calls
-before they start work."""
+"""Delay, in seconds, after which other tasks are notified of a new version, so that a synchronisation can send its
+calls first."""
 IDLE_SECONDS = 0.5
 BACKOFF = Backoff(first_seconds=0.1, max_seconds=2.0)
 QUIET_FAILURES = 4
-"""Maximum consecutive failed attempts that don't count as failures, if the trainer already has newer weights."""
+"""Maximum number of consecutive failed attempts that aren't reported as failures while the trainer already has newer
+weights."""
 
 
 class WeightSync:
@@ -149,7 +154,8 @@ class WeightSync:
         self._fleet = context.fleet
         self._registry = context.registry
         self._news = context.registry.changed.follow()
-        """Wakes `run_forever`: shortly after a change in the registry, and at once for a new version."""
+        """Signal that `run_forever` waits for: fires shortly after a change in the registry, and at once for a new
+        version."""
         self._client = WeightGroupClient(context.registry, context.peers, context.config.weights)
         self._saving = asyncio.Lock()
         self._recorded_ahead = False
@@ -159,14 +165,15 @@ class WeightSync:
         self._waiting_for_newest = 0
         """Number of callers inside `without_interval`; while there are any, weights.interval is ignored."""
         self._unfit: dict[tuple[Member, Member], str] = {}
-        """Errors of engines that answered INVALID_ARGUMENT, by trainer and engine; such a pair is not tried again."""
+        """Error of each engine that answered INVALID_ARGUMENT, by trainer and engine. Such a pair is not tried
+        again."""
         self._verified: set[tuple[Member, Member]] = set()
-        """Pairs of trainer and engine with equal checksums."""
+        """Pairs of trainer and engine whose weights were compared and had equal checksums."""
         self._wrong: dict[Member, str] = {}
-        """Engines with different checksums since their last synchronisation, and the differences."""
+        """By engine: description of its checksums' differences, until the engine is synchronised again."""
         self.record = record
         self.last_failure = ""
-        """Reason of the last attempt's failure; empty after a success."""
+        """Why the last synchronisation attempt failed; empty after a success."""
         self.waiting_for = ""
         """Reason why engines wait for weights that can't be sent now; empty while none does."""
         self.began: float | None = None
@@ -179,12 +186,13 @@ class WeightSync:
 
     @property
     def announced(self) -> Announcement | None:
-        """The newest version that this run's trainer announced."""
+        """Newest version that this run's trainer announced; None before the first."""
         announced = self.record.announced
         return announced if announced is not None and announced.run_id == self._context.run_id else None
 
     async def announce(self, announcement: Announcement) -> None:
-        """Record a new version, which `run_forever` synchronises. Raises FailedPrecondition if it is an older one."""
+        """Record a new version, which `run_forever` synchronises. Raises FailedPrecondition if a newer version is
+        already announced."""
         before = self.announced
         if before is not None and (announcement.term, announcement.version) < (before.term, before.version):
             raise FailedPrecondition(
@@ -196,7 +204,7 @@ class WeightSync:
         asyncio.get_running_loop().call_later(OTHERS_SECONDS, self._registry.changed.fire)
 
     def up_to_date(self) -> bool:
-        """Return whether all engines that aren't excluded, and at least one, have the announced version."""
+        """Return True if all engines that aren't excluded have the announced version, and there is at least one."""
         announced = self.announced
         engines = self._fleet.candidates()
         if announced is None or not engines:
@@ -205,7 +213,7 @@ class WeightSync:
 
     @contextlib.contextmanager
     def without_interval(self) -> Iterator[None]:
-        """Send each new version at once while the context lasts."""
+        """Inside the context, send every new version at once instead of waiting for weights.interval."""
         self._waiting_for_newest += 1
         self._news.wake()
         try:
@@ -214,13 +222,13 @@ class WeightSync:
             self._waiting_for_newest -= 1
 
     def _is_due(self, announced: Announcement, engines: Sequence[Replica]) -> bool:
-        """Return whether these engines should get the announced version now."""
+        """Return True if these engines should get the announced version now."""
         config, served = self._context.config, [engine.version for engine in engines]
         interval = 1 if self._waiting_for_newest else config.weights.interval
         return is_due((announced.term, announced.version), served, interval=interval, last=config.run.steps)
 
     def failures(self, replica: Replica) -> int:
-        """Return the number of consecutive synchronisations that failed most likely because of this replica."""
+        """Return the number of consecutive synchronisations whose failure this replica probably caused."""
         return self._excluded.failures(replica.member)
 
     def refusal(self, replica: Replica) -> str:
@@ -229,12 +237,12 @@ class WeightSync:
         return self._unfit.get((trainer.member, replica.member), "") if trainer is not None else ""
 
     def wrong_engines(self) -> dict[str, str]:
-        """Return the differences from the sent weights of each engine with wrong weights, by replica id."""
+        """Return a description of the differences for each engine whose weights aren't those sent, by replica id."""
         self._wrong = {member: text for member, text in self._wrong.items() if self._registry.holds(member)}
         return {member.replica_id: text for member, text in self._wrong.items()}
 
     def failure(self) -> RoleFailure | None:
-        """Return the failure of the rollout role; None if it hasn't failed.
+        """Return why the rollout role has failed; None if it hasn't.
 
         The role has failed if an engine refuses this trainer's weights and all others refuse them, too, or were given
         up.
@@ -254,7 +262,7 @@ class WeightSync:
         return self.record.running and (group is None or any(e.replica_id == replica_id for e in group.engines))
 
     async def run_forever(self) -> None:
-        """Synchronise whenever engines should get the announced version."""
+        """Send the announced version to the engines whenever it is due, until cancelled."""
         while True:
             engines = self.candidates()
             trainer, announced = self._fleet.trainer(), self.announced
@@ -283,7 +291,7 @@ class WeightSync:
                 )  # idle: `last_failure` says why
 
     def candidates(self) -> list[Replica]:
-        """Return the engines that may receive weights now."""
+        """Return the engines that may receive weights now: not excluded, and not refusing this trainer's weights."""
         refusing = [engine.replica_id for engine in self._fleet.engines() if self.refusal(engine)]
         self._fleet.exclude([*refusing, *(member.replica_id for member in self._excluded.members())])
         return self._fleet.candidates()
@@ -291,8 +299,8 @@ class WeightSync:
     async def synchronise(
         self, trainer: Member, engines: list[Member], announced: Announcement, then: Callable[[], Awaitable[None]]
     ) -> bool:
-        """Synchronise once, for callers that don't use `run_forever`, and leave the weight group. Returns False on
-        failure.
+        """Send the announced version to the engines once, for callers that don't use `run_forever`, and leave the
+        weight group. Returns False on failure.
 
         `then` is awaited after the transfer, before the engines count as serving; its errors are passed on.
         """
@@ -306,7 +314,7 @@ class WeightSync:
         announced: Announcement,
         then: Callable[[], Awaitable[None]] | None = None,
     ) -> float:
-        """Synchronise once. Returns the seconds until the next attempt."""
+        """Make one attempt to send the announced version. Returns the seconds until the next attempt."""
         blamed: frozenset[Member] = frozenset()
         unfit: dict[tuple[Member, Member], str] = {}
         started = time.monotonic()
@@ -412,7 +420,8 @@ class WeightSync:
             self.totals[name] = self.totals.get(name, 0.0) + value
 
     def _unverified(self, trainer: Member, engines: Sequence[Member]) -> list[Member]:
-        """Return the engines whose weights have to be compared with the trainer's this time."""
+        """Return the engines whose weights must be compared with the trainer's in this synchronisation, as
+        weights.verify says."""
         match self._context.config.weights.verify:
             case "always":
                 return list(engines)
@@ -428,7 +437,7 @@ class WeightSync:
             logger.info("version %d is sent with digest %s", version, digest)
 
     async def _connect(self, sync_id: int, trainer: Member, engines: list[Member]) -> GroupRecord:
-        """Connect a new weight group and leave the old one."""
+        """Leave the old weight group and connect a new one. Returns the new group's record."""
         began = time.monotonic()
         old = self.record.group
         if old is not None:
@@ -455,7 +464,8 @@ class WeightSync:
         await self._save(running=False, group=None)
 
     def next_id(self) -> int:
-        """Return the next id: Unix milliseconds, so that ids keep ascending even if Redis lost the last one.
+        """Return the id of the next synchronisation: Unix milliseconds, so that ids keep ascending even if Redis lost
+        the last one.
 
         Within a term they also ascend if the system's clock is set back. Members don't compare ids of different terms.
         """
@@ -471,7 +481,7 @@ class WeightSync:
     def _record_attempt(self, sync_id: int) -> "asyncio.Future[None]":
         """Record that a synchronisation is in progress, unless the announcement has already recorded it.
 
-        In that case the id isn't saved in Redis: a successor's ids have a later term anyway.
+        If the announcement has recorded it, the id isn't saved in Redis: a successor's ids have a later term anyway.
         """
         if not self._recorded_ahead or self._saving.locked():
             return asyncio.create_task(self._save(last_sync_id=sync_id, running=True))
@@ -481,7 +491,8 @@ class WeightSync:
         return done
 
     async def _save(self, *, ahead: bool = False, **changes: Any) -> None:
-        """Update the record, in Redis first. With `ahead`, Redis already records a synchronisation as in progress.
+        """Change fields of the synchronisation's record, in Redis first. With `ahead`, the record in Redis already says
+        that a synchronisation is in progress.
 
         The synchronisation follows at once and then needn't wait for Redis. If the coordinator dies before it begins,
         the successor only connects a new group.
