@@ -11,7 +11,7 @@ from services.advantage.service import AdvantageService, AdvantageServicer
 
 
 async def main() -> None:
-    """Run the service until it is stopped."""
+    """Run the advantage service until it is stopped."""
     async with open_context(parse_settings("advantage")) as context:
         calls = Service(advantage_pb2_grpc.add_AdvantageServicer_to_server, AdvantageServicer(), "relaxd.v1.Advantage")
         await run_replica(AdvantageService(context), context, [calls])

@@ -24,11 +24,14 @@ from relaxd.rpc.errors import InvalidArgument, Violations
 from relaxd.v1 import advantage_pb2, advantage_pb2_grpc, group_pb2
 
 CONCURRENCY = 8
-"""Maximum number of concurrent groups. Each takes microseconds, and several are committed in one round trip."""
+"""Maximum number of groups that a replica works on at once.
+
+Each takes microseconds, and several are committed in one round trip.
+"""
 
 
 def column_problem(columns: Mapping[str, Column], names: Iterable[str], tokens: int) -> str:
-    """Return the first fault of the token columns among `names`, which other services wrote; "" if there is none.
+    """Describe the first fault of the token columns among `names`, which other services wrote; "" if there is none.
 
     Args:
         columns: the group's columns.
@@ -47,7 +50,7 @@ def column_problem(columns: Mapping[str, Column], names: Iterable[str], tokens: 
 
 
 class AdvantageService(StageReplica):
-    """Works on the stage "advantage" of a run."""
+    """Computes the advantages of groups in the stage "advantage" of a run."""
 
     role = ADVANTAGE
     stage = "advantage"
@@ -86,23 +89,24 @@ class AdvantageService(StageReplica):
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a conversation with a separate reward: a sequence, or its tokens from one model message to the next."""
+    """A part of a conversation with a separate reward: a sequence, or a sequence's tokens from one model message to
+    the next."""
 
     sequence: int
-    """Index of its sequence."""
+    """Index of the sequence that contains the part."""
     tokens: int
-    """Number of its tokens."""
+    """Number of tokens of the part."""
     reward: float
     compared_with: tuple[int, int]
-    """Player and number of the message. Parts with equal values are compared with each other."""
+    """Player, and number of the model message. Parts with equal values are compared with each other."""
 
 
 def advantages_by_part(algorithm: Algorithm, columns: Mapping[str, Column]) -> Advantages | Filtered:
     """Return a group's advantages. The algorithm treats each set of comparable parts like the samples of a group.
 
-    A player's sequences are compared with those of the same player in the other samples, which began in the same state;
-    a model message is compared with the messages of the same number. Parts that the algorithm filters, or that have no
-    counterpart, get advantages of 0. A group is filtered if all of its parts are.
+    A player's sequences are compared with the same player's sequences in the other samples, which began in the same
+    state. A model message is compared with the messages of the same number. Parts that the algorithm filters, or that
+    have no counterpart, get advantages of 0. A group is filtered if all of its parts are.
 
     Raises AlgorithmError.
     """
@@ -129,7 +133,7 @@ def advantages_by_part(algorithm: Algorithm, columns: Mapping[str, Column]) -> A
 
 
 def _parts(columns: Mapping[str, Column]) -> list[_Part]:
-    """Return the parts of a group, in the order of their tokens."""
+    """Return the parts of a group's conversations, in the order of their tokens."""
     players = np.asarray(columns[PLAYER]).tolist()
     if SEQUENCE_REWARD in columns:
         lengths, rewards = np.asarray(columns["lengths"]).tolist(), np.asarray(columns[SEQUENCE_REWARD]).tolist()
@@ -144,8 +148,8 @@ def _parts(columns: Mapping[str, Column]) -> list[_Part]:
 
 
 def _chosen(name: str, columns: Mapping[str, Column], sequences: NDArray[Any], of_token: NDArray[np.bool_]) -> Any:
-    """Return a column's values for the compared parts: by part from `sequences`, or by token from the mask
-    `of_token`."""
+    """Return a column's values for the compared parts. `sequences` has the index of each part's sequence; the mask
+    `of_token` is True for the parts' tokens."""
     if name == "sample_of_sequence":
         return np.arange(len(sequences), dtype=np.int32)
     column = columns[name]
@@ -155,11 +159,14 @@ def _chosen(name: str, columns: Mapping[str, Column], sequences: NDArray[Any], o
 
 
 MAX_TOKENS = 10_000_000
-"""Maximum response tokens of one Compute call: its answer, with a value for each, must fit into a message."""
+"""Maximum number of response tokens of a Compute call.
+
+The answer, with a value for each token, must fit into a message.
+"""
 
 
 class AdvantageServicer(advantage_pb2_grpc.AdvantageServicer):
-    """Answers relaxd.v1.Advantage. Needs no run: a request names its algorithm."""
+    """Serves the calls of relaxd.v1.Advantage. They need no run: a request contains its algorithm."""
 
     async def Compute(self, request: advantage_pb2.ComputeRequest, context: Any) -> advantage_pb2.ComputeResponse:
         algorithm, rewards, lengths = parse_compute_request(request)
@@ -183,7 +190,10 @@ class AdvantageServicer(advantage_pb2_grpc.AdvantageServicer):
 def parse_compute_request(
     request: advantage_pb2.ComputeRequest,
 ) -> tuple[Algorithm, np.ndarray, np.ndarray]:
-    """Return algorithm, rewards float64 [n] and lengths int32 [n]. Raises InvalidArgument naming every wrong field."""
+    """Return a request's algorithm, rewards (float64 [n]) and lengths (int32 [n]).
+
+    Raises InvalidArgument naming every wrong field.
+    """
     violations = Violations()
     algorithm: Algorithm | None = None
     try:

@@ -12,7 +12,7 @@ from services.agent.service import AgentService, AgentServicer
 
 
 async def main() -> None:
-    """Run the service until it is stopped."""
+    """Run the agent service until it is stopped."""
     async with open_context(parse_settings(AGENT)) as context:
         service = AgentService(context)
         calls = Service(agent_pb2_grpc.add_AgentServicer_to_server, AgentServicer(service), "relaxd.v1.Agent")

@@ -20,7 +20,7 @@ from relaxd.media.sources import MediaError
 
 
 class BadRequest(Exception):
-    """The request is refused. The message has the reason, for the program and its log."""
+    """A program's request is refused. The exception's message has the reason, for the program and its log."""
 
     def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -31,68 +31,68 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for the next message of the model."""
+    """A program's request for the model's next message."""
 
     messages: list[Message]
-    """All messages so far, in the form of chat templates; empty with `tokens`."""
+    """All messages of the conversation so far, in the form of chat templates; empty if the request has `tokens`."""
     tools: list[dict[str, Any]]
-    """Schemas of tools."""
+    """JSON schemas of the tools that the model may call."""
     calls: bool
-    """False if tool calls stay in the text (tool_choice is "none")."""
+    """True if tool calls are parsed; False if they stay in the text (tool_choice is "none")."""
     most: int | None
-    """Maximum tokens of the answer, if the program sets a limit."""
+    """Maximum number of tokens of the answer; None if the program sets no limit."""
     stop: tuple[str, ...]
-    """Strings that end the answer."""
+    """Strings at which the answer ends."""
     digest: bytes
-    """Hash of the request; equal for repetitions of a request."""
+    """Hash of the request; equal if a request is repeated."""
     with_ids: bool = False
-    """True if the answer must contain its token ids."""
+    """True if the answer must include token ids."""
     kept: Sequence[Message] | None = None
-    """Messages to store with the answer, for continuation by a later request; None: store nothing."""
+    """Messages to store with the answer, so that a later request can continue them; None: store nothing."""
     tokens: Sequence[int] = ()
-    """Ids of all tokens so far, instead of messages."""
+    """Ids of all tokens of the conversation so far, if the request has these instead of messages."""
     stop_tokens: Sequence[int] = ()
-    """Token ids that end the answer, in addition to the run's."""
+    """Ids of tokens that end the answer, in addition to those of the run."""
 
 
 @dataclass(frozen=True)
 class AnswerIds:
-    """Token ids of an answer, and of everything before it."""
+    """Token ids of an answer and of its prompt."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
     logprobs: Sequence[float]
     texts: Sequence[str]
-    """Texts of the answer's tokens."""
+    """Text of each token of the answer."""
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An answer: a message of the model."""
+    """Answer to a program's request: a message of the model."""
 
     message: Message
-    """The message as sent to the program, but with arguments of calls as objects."""
+    """The model's message as sent to the program, but with the arguments of tool calls as objects."""
     thinking: str
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
     id: str
-    """Id of the answer, unique over all sessions."""
+    """Id of the answer, unique among the answers of all sessions."""
     created: int = field(default_factory=lambda: int(time.time()))
     ids: AnswerIds | None = None
-    """Token ids of the answer, if the request asks for them."""
+    """Token ids of the answer and its prompt, if the request asks for them."""
 
     @property
     def usage(self) -> dict[str, int]:
-        """Numbers of tokens, in the form of chat completions."""
+        """Numbers of prompt, completion and total tokens, in the form of the chat completions API."""
         prompt, completion = self.prompt_tokens, self.completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def answer_message(parsed: ParsedReply, text: str) -> Message:
-    """Return the message to send to the program that asked, without reasoning_content.
+    """Return the message to send to the program: the parsed reply without reasoning_content.
 
-    If parsing failed and found no tool call, its content is the reply's whole text.
+    If parsing failed and found no tool call, the message's content is the reply's whole text.
     """
     message = parsed.message
     message.pop("reasoning_content", None)
@@ -102,9 +102,9 @@ def answer_message(parsed: ParsedReply, text: str) -> Message:
 
 
 def new_messages(known: Sequence[Message], asked: Sequence[Message]) -> list[Message]:
-    """Return the messages that a request adds to the known ones. The last known message is the model's.
+    """Return the messages that a request adds to the known messages, of which the last is the model's.
 
-    Raises BadRequest if the request doesn't continue the known messages; it names the first difference.
+    Raises BadRequest, naming the first difference, if the request doesn't continue the known messages.
     """
     for index, (ours, theirs) in enumerate(zip(known, asked, strict=False)):
         if what := _difference(ours, theirs):
@@ -131,7 +131,7 @@ def new_messages(known: Sequence[Message], asked: Sequence[Message]) -> list[Mes
 
 
 def common_messages(known: Sequence[Message], asked: Sequence[Message]) -> int:
-    """Return the number of leading messages that both have."""
+    """Return the number of equal messages at the beginning of a known conversation and a request."""
     same = (not _difference(ours, theirs) for ours, theirs in zip(known, asked, strict=False))
     return sum(1 for _ in takewhile(bool, same))
 
@@ -140,8 +140,8 @@ def with_tool_names(messages: Sequence[Message], before: Sequence[Message] = ())
     """Return messages, with the tool's name added to each tool's answer, because some chat templates write it.
 
     Args:
-        messages: the messages.
-        before: earlier messages, which may contain the calls.
+        messages: the messages to return.
+        before: earlier messages, which may contain the tool calls that are answered.
     """
     names = {
         call["id"]: call["function"]["name"]
@@ -155,7 +155,7 @@ def with_tool_names(messages: Sequence[Message], before: Sequence[Message] = ())
 
 
 def _difference(ours: Message, theirs: Message) -> str:
-    """Describe the difference between a known message and a request's; "" if they are equal.
+    """Describe the difference between a known message and a message of a request; "" if they are equal.
 
     In the assistant's messages, calls are compared by id, name and arguments, and texts without surrounding white
     space.
@@ -185,29 +185,31 @@ def _call_list(message: Message) -> list[list[Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON for an error message, at most 200 characters long."""
+    """Return a value as JSON text for an error message, cut to 200 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A conversation up to and including an answer."""
+    """A stored conversation up to and including an answer of the model."""
 
     messages: Sequence[Message] = ()
     tools: Sequence[dict[str, Any]] = ()
-    """Schemas of the request's tools."""
+    """JSON schemas of the tools in the answered request."""
 
 
 class StoredMessages:
-    """The messages of one session, by the ids of its answers."""
+    """The stored messages of one session, by the ids of its answers."""
 
     def __init__(self) -> None:
         self._stored: dict[str, Stored] = {}
 
     def keep(self, name: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-        """Store the messages up to and including an answer. Messages shared with the last stored answer use no memory
-        again."""
+        """Store the messages up to and including an answer.
+
+        Those shared with the last stored answer are kept in memory once.
+        """
         last = next(reversed(self._stored.values()), Stored())
         known = [
             old if old == new else new for old, new in zip(last.messages, messages, strict=False)
@@ -216,7 +218,10 @@ class StoredMessages:
         self._stored[name] = Stored([*known, *messages[len(known) :]], shared)
 
     def find(self, param: str, name: Any, prefix: str) -> Stored:
-        """Return the stored conversation of an answer, given its id with the protocol's prefix. Raises BadRequest."""
+        """Return the conversation up to a stored answer, whose id `name` has the protocol's prefix.
+
+        Raises BadRequest.
+        """
         found = self._stored.get(name.removeprefix(prefix)) if isinstance(name, str) else None
         if found is None:
             raise BadRequest(f'{param} = "{name}" isn\'t an answer that was stored in this session', param)
@@ -224,17 +229,20 @@ class StoredMessages:
 
 
 class SessionMedia:
-    """The media of a session, each decoded once. Several threads may call `read`."""
+    """Media of a session, each decoded once. Several threads may call `read`."""
 
     def __init__(self, vision: VisionModel | None = None, prompt: Sequence[StoredMedia] = ()) -> None:
-        """`vision`: the model's media rules, None in a run without media; `prompt`: media of the prompt."""
+        """Begin with the prompt's media. `vision` has the model's media rules; None in a run without media."""
         self.vision = vision
         self._by_hash = {item.sha256: item for item in prompt}
         self._by_source = {_digest(item.kind, item.uri): item for item in prompt}
-        """Media by digest of kind and data URI. The prompt's media are in normal form already and used unchanged."""
+        """Media by digest of kind and data URI. The prompt's media are already normalised and are used unchanged."""
 
     def read(self, place: str, kind: str, source: Any) -> dict[str, Any]:
-        """Decode a data URI and return a part that refers to it. Raises BadRequest if it isn't one or can't be read."""
+        """Decode a data URI and return a message part that refers to the medium.
+
+        Raises BadRequest if `source` is no data URI or can't be decoded.
+        """
         if not is_sent(source):
             raise BadRequest(
                 f'{place} has no {kind} in it: send its content, such as "data:image/png;base64,..."; relaxd fetches '
@@ -251,13 +259,14 @@ class SessionMedia:
         return reference_part(item)
 
     def of(self, messages: Sequence[Message]) -> list[StoredMedia]:
-        """Return the media of messages, in order."""
+        """Return the media that messages refer to, in order."""
         contents = [message["content"] for message in messages if isinstance(message["content"], list)]
         return [self._by_hash[part["sha256"]] for content in contents for part in content if part["type"] != "text"]
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> Content:
-    """Return parts as a message's content: consecutive texts joined, and a single text if it has no media."""
+    """Return message parts as a message's content: consecutive texts are joined, and content without media is a plain
+    string."""
     found: list[dict[str, Any]] = []
     for part in parts:
         if part["type"] != "text" or not found or found[-1]["type"] != "text":

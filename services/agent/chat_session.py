@@ -33,12 +33,13 @@ class PromptTokens:
     """Counts the tokens of one session's requests."""
 
     def __init__(self, model: PolicyModel, start: ConversationStart, media: SessionMedia) -> None:
-        """`start`: the conversation's start, with the sample's prompt."""
+        """Create a counter without answered requests. `start` has the sample's prompt."""
         self._model = model
         self._start = start
         self._media = media
         self._answered: dict[bytes, tuple[TokenHistory, int]] = {}
-        """By digest of an answered request: its history, and the number of its tokens that were the engine's prompt."""
+        """For each answered request, by its digest: the token history, and how many of its tokens were the engine's
+        prompt."""
 
     @property
     def most(self) -> int:
@@ -50,11 +51,12 @@ class PromptTokens:
     def remember(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], history: TokenHistory, count: int
     ) -> None:
-        """Remember that these messages are the first `count` tokens of a history."""
+        """Record that the first `count` tokens of a history encode these messages."""
         self._answered[_digest(messages, tools)] = history, count
 
     async def of(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the engine's prompt for messages. Messages that weren't answered count as a new conversation.
+        """Return the token ids that an engine gets as prompt for messages. Unanswered messages count as a new
+        conversation.
 
         Raises BadRequest if the chat template rejects them.
         """
@@ -72,14 +74,14 @@ class PromptTokens:
         return begun.prompt_tokens
 
     async def of_text(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the token ids of a text."""
         return await asyncio.to_thread(self._model.tokenizer.encode_text, text)
 
 
 def opening(example: Example, messages: Sequence[Message]) -> tuple[Example, Sequence[Message]]:
     """Split the messages of a first request into the sample's prompt and the messages after it.
 
-    If they don't begin with the sample's prompt, return an empty prompt and all messages.
+    If the messages don't begin with the sample's prompt, return an empty prompt and all messages.
     """
     contents = (message.get("content") or "" for message in example.messages)
     prompt = [
@@ -97,48 +99,49 @@ def _digest(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> byt
 
 @dataclass(eq=False)
 class _Branch:
-    """One history of the sample: a request and its continuations."""
+    """One token history of the sample: a request and the requests that continue it."""
 
     turns: ModelTurns
     known: list[Message] | None
-    """Messages so far, including the model's; None after a request of token ids, which may not encode messages."""
+    """All messages so far, including the model's. None after a request of token ids, which may not encode messages."""
     tools: list[dict[str, Any]]
 
 
 class ChatSession:
-    """Answers a program's requests in order. Use it in one event loop."""
+    """Answers a program's requests one after the other. Use it in one event loop."""
 
     def __init__(self, model: PolicyModel, start: ConversationStart, result: Conversation) -> None:
-        """`result` receives the model's and the program's messages."""
+        """Start a session. The model's and the program's messages are added to `result`."""
         self.id = secrets.token_urlsafe(12)
         """Id of the session, a part of its address at the endpoint."""
         self.key = secrets.token_urlsafe(32)
-        """Key that the session's requests must have."""
+        """Key that programs must send with the session's requests."""
         self.limit = ""
-        """Limit of the run by which the last request was refused, by relaxd.reasons; "" if it wasn't."""
+        """Name, from relaxd.reasons, of the run's limit by which the last request was refused; "" if it wasn't
+        refused."""
         self.cut_by = ""
-        """Limit that cut off the last message, by relaxd.reasons; "" if none did."""
+        """Name, from relaxd.reasons, of the limit that cut off the model's last message; "" if none did."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future whose exception is the reason why the conversation can't continue; pending until then."""
+        """Future that gets the reason as an exception once the conversation can't continue."""
         self.media = SessionMedia(model.tokenizer.vision, start.media)
         """Media of the session's prompt and requests."""
         self.prompts = PromptTokens(model, start, self.media)
         """Counts the tokens of the session's requests."""
         self.stored = StoredMessages()
-        """Stored messages that requests can continue by an answer's id."""
+        """Stored messages, which requests can continue by an answer's id."""
         self.generating = False
         """True while the model writes a message, or waits for an engine."""
         self._model = model
         self._start = start
         self._result = result
         self._branches: list[_Branch] = []
-        """Histories with messages of the model, in the order of their first ones."""
+        """Token histories with messages of the model, in the order in which they began."""
         self._one_by_one = asyncio.Lock()
         self._answers: dict[bytes, asyncio.Task[ChatAnswer]] = {}
-        """Answers, finished or not, by their requests' digests."""
+        """Tasks that answer requests, finished or not, by the request's digest."""
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
-        """Answer a request. A repeated request gets the same answer. Raises BadRequest."""
+        """Answer a program's request. A repeated request gets the same answer. Raises BadRequest."""
         task = self._answers.get(request.digest)
         if task is None:
             task = self._answers[request.digest] = asyncio.create_task(self._answer(request), name="answer a program")
@@ -151,7 +154,7 @@ class ChatSession:
             raise
 
     def close(self) -> None:
-        """Cancel unfinished answers."""
+        """Cancel the tasks of unfinished answers."""
         for task in self._answers.values():
             task.cancel()
         if not self.failed.cancel() and not self.failed.cancelled():
@@ -206,7 +209,10 @@ class ChatSession:
         )
 
     def _shown_ids(self, ids: MessageTokens) -> AnswerIds:
-        """Return an answer's token ids; the prompt's are in a compact array, because answers are stored."""
+        """Return the token ids of an answer and its prompt.
+
+        The prompt's are in a compact array, because answers are stored.
+        """
         texts = [self._model.tokenizer.decode([token], special=True) for token in ids.tokens]
         return AnswerIds(array("i", ids.prompt), ids.tokens, ids.logprobs, texts)
 
@@ -253,7 +259,7 @@ class ChatSession:
         return branch, [{"role": "user", "content": text}] if text and not is_prompt else []
 
     def _check_room_for_another(self, why: str) -> None:
-        """Raise BadRequest if the sample already has the maximum number of histories."""
+        """Raise BadRequest if the sample already has agent.max_sequences histories."""
         most = self._model.config.agent.max_sequences
         if len(self._branches) >= most:
             raise BadRequest(
@@ -264,7 +270,7 @@ class ChatSession:
     def _continued(self, request: ChatRequest) -> tuple[_Branch | None, list[Message]]:
         """Return the longest history that a request continues, or None, and the messages that the request adds.
 
-        Raises BadRequest if the request would begin a history, but the maximum number is reached.
+        Raises BadRequest if the request would begin a new history, but the sample has the maximum number.
         """
         why, most, longest, new = "messages continue no history of messages", 0, None, list[Message]()
         for branch in self._branches:
@@ -285,7 +291,7 @@ class ChatSession:
         return longest, new
 
     async def _begin(self, request: ChatRequest) -> tuple[_Branch, list[Message]]:
-        """Begin a history with a request's messages; return it, and the messages after those shared with a history.
+        """Begin a history with a request's messages. Return it, and the messages after those shared with a history.
 
         Leading messages of the sample are encoded as on the board. Control tokens in other messages are plain text.
         """

@@ -25,13 +25,13 @@ from services.agent.chat_session import ChatSession
 from services.agent.program_conversations import TAIL_BYTES, Programs, RunningProgram, sample_folder
 
 CALL_SECONDS = 60.0
-"""Deadline of a call to the Docker engine, in seconds, except the wait for a container's end."""
+"""Deadline of calls to the Docker engine, in seconds, except for the wait for a container's end."""
 MAX_ANSWER = 8 << 20
-"""Number of bytes after which reading an answer stops."""
+"""Number of bytes of an answer of the Docker engine after which the rest is not read."""
 
 
 class EngineError(OSError):
-    """The Docker engine doesn't answer, or refuses a call; `status` is its HTTP status, 0 without an answer."""
+    """The Docker engine doesn't answer, or refuses a call. `status` is its HTTP status, or 0 without an answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -42,7 +42,10 @@ class DockerEngine:
     """Client of the Docker engine's HTTP API. Use it in one event loop."""
 
     def __init__(self) -> None:
-        """Use the engine at DOCKER_HOST. Raises InvalidArgument if that is no Unix socket."""
+        """Create a client of the Docker engine at DOCKER_HOST.
+
+        Raises InvalidArgument if the address is no Unix socket.
+        """
         self._address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
         if not self._address.startswith("unix://"):
             raise InvalidArgument(
@@ -53,11 +56,11 @@ class DockerEngine:
         self._session = aiohttp.ClientSession("http://docker", connector=connector)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the Docker engine."""
         await self._session.close()
 
     async def json(self, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None) -> Any:
-        """Send a call and return its JSON answer; None if it is empty. Raises EngineError."""
+        """Send a call to the Docker engine and return its JSON answer, or None if it is empty. Raises EngineError."""
         found = await self.bytes(method, path, None if body is None else json.dumps(body).encode(), query)
         return json.loads(found) if found.strip() else None
 
@@ -71,7 +74,7 @@ class DockerEngine:
         kind: str = "application/json",
         seconds: float | None = CALL_SECONDS,
     ) -> bytes:
-        """Send a call and return the content of its answer. Raises EngineError.
+        """Send a call to the Docker engine and return the answer's content in bytes. Raises EngineError.
 
         Args:
             method: HTTP method.
@@ -107,24 +110,24 @@ class DockerEngine:
 
 
 NETWORK = "relaxd-agent"
-"""Name of the containers' network, which connects them neither to the outside nor to each other."""
+"""Name of the Docker network of all containers. It connects them neither to the outside nor to each other."""
 OWNER = "relaxd.agent-owner"
-"""Name of the container label that identifies the process that started the container."""
+"""Name of the container label that contains the id and start time of the process that started the container."""
 FOLDER = "/relaxd"
-"""Folder in a container for the sample and its result."""
+"""Folder in a container that holds the sample and the program's result."""
 TAIL_LINES = 50
-"""Maximum number of last lines to read of a program's output."""
+"""Maximum number of lines to read from the end of a program's output."""
 TAR = "application/x-tar"
 FRAME = 8
-"""Number of bytes of the header before each piece of output."""
+"""Size of the header that the Docker engine puts before each piece of output, in bytes."""
 SIGNALLED = 128
-"""Offset of exit codes of programs that a signal ended: 128 + the signal's number."""
+"""Number that is added to a signal's number in the exit code of a program that the signal ended."""
 
 _log = logging.getLogger(__name__)
 
 
 class ContainerProgram:
-    """A program that runs in a container."""
+    """An agent program that runs in a container."""
 
     def __init__(self, engine: DockerEngine, container: str, result: Path, memory_gb: float) -> None:
         self._engine = engine
@@ -160,7 +163,10 @@ class ContainerProgram:
         return cls(engine, name, result, memory_gb)
 
     async def wait(self) -> int:
-        """Wait for the program's end. Returns its exit code, or minus the signal that ended it. Raises EngineError."""
+        """Wait until the program ends.
+
+        Return its exit code, or minus the number of the signal that ended it. Raises EngineError.
+        """
         return await asyncio.shield(self._waiting)
 
     async def end(self) -> str:
@@ -202,7 +208,7 @@ class ContainerProgram:
         return escape(bytes(text[-TAIL_BYTES:]).decode(errors="replace").strip(), keep="\t\n")
 
     async def _fetch_result(self) -> None:
-        """Copy the program's result from the container, if it exists."""
+        """Copy the program's result from the container to this machine, if there is a result."""
         try:
             where = {"path": f"{FOLDER}/result.json"}
             archive = await self._engine.bytes("GET", f"/containers/{self._id}/archive", query=where)
@@ -229,7 +235,7 @@ class ContainerPrograms(Programs):
         self._config = config
         self._engine: DockerEngine | None = None
         self._network = NETWORK
-        """Id of the network after `start`; its name before."""
+        """Id of the containers' network once `start` has returned; the network's name before."""
 
     async def start(self) -> None:
         """Start the endpoint, and remove the containers of services that were killed.
@@ -259,7 +265,7 @@ class ContainerPrograms(Programs):
 
     @asynccontextmanager
     async def run(self, session: ChatSession, sample: Mapping[str, Any]) -> AsyncIterator[tuple[RunningProgram, Path]]:
-        """Run the program while the context is open, like `Programs.run`."""
+        """Run the agent program while the context is open, as `Programs.run` does."""
         assert self._engine is not None
         environment = self.model_variables(session) | {
             "RELAXD_SAMPLE": f"{FOLDER}/sample.json",
@@ -280,7 +286,7 @@ class ContainerPrograms(Programs):
             self.endpoint.close_session(session)
 
     async def sweep(self) -> None:
-        """Remove the containers of processes that have ended. Raises EngineError."""
+        """Remove containers of agent processes that have ended. Raises EngineError."""
         assert self._engine is not None
         labelled = {"all": "1", "filters": json.dumps({"label": [OWNER]})}
         for one in await self._engine.json("GET", "/containers/json", query=labelled):
@@ -290,7 +296,7 @@ class ContainerPrograms(Programs):
                 await _remove(self._engine, one["Id"])
 
     def container_of(self, environment: Mapping[str, str]) -> dict[str, Any]:
-        """Return the body of the call that creates a container."""
+        """Return the JSON body of the call that creates a container."""
         config, memory = self._config, int(self._config.container_memory_gb * 1e9)
         return {
             "Image": config.container,
@@ -311,7 +317,8 @@ class ContainerPrograms(Programs):
 
 
 def _owner_of(pid: int) -> str:
-    """Return a process's label. It contains the start time, because a later process may have the same id."""
+    """Return the label for a process's containers: its id and start time, because a later process may have the same
+    id."""
     try:
         return f"{pid}:{psutil.Process(pid).create_time():.2f}"
     except psutil.NoSuchProcess:
@@ -319,7 +326,7 @@ def _owner_of(pid: int) -> str:
 
 
 def _archive_of(sample: bytes) -> bytes:
-    """Return a tar archive with FOLDER, writable by any user, and the sample in it."""
+    """Return a tar archive with the folder FOLDER, writable by any user, and the sample's JSON file in it."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         folder, file = tarfile.TarInfo(FOLDER.strip("/")), tarfile.TarInfo(f"{FOLDER.strip('/')}/sample.json")
@@ -349,7 +356,7 @@ async def _network_of(engine: DockerEngine) -> dict[str, Any]:
 
 
 def _gateway(network: Mapping[str, Any]) -> str:
-    """Return this machine's address in a network."""
+    """Return the address of this machine in a Docker network."""
     (addresses,) = network["IPAM"]["Config"]
     # Without a configured gateway, the engine uses the network's first address and may not report it.
     return addresses.get("Gateway") or str(next(ip_network(addresses["Subnet"]).hosts()))

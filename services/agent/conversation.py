@@ -46,7 +46,7 @@ MAX_INFO = 64
 
 @dataclass
 class ConversationTokens:
-    """Tokens after the published prompt, in the columns of `relaxd.board.schema`."""
+    """Tokens of a sequence after the prompt on the board, in the columns of `relaxd.board.schema`."""
 
     shares_prompt: bool = True
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
@@ -54,15 +54,17 @@ class ConversationTokens:
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     message_lengths: list[int] = field(default_factory=list)
-    """For each message of the model: number of tokens since the end of its last message, or since the beginning."""
+    """For each message of the model: number of tokens since the end of the previous message, or since the beginning."""
     media: list[StoredMedia] = field(default_factory=list)
-    """Media in the tokens, with their positions."""
+    """Media among the tokens, with their positions."""
 
     @classmethod
     def of(cls, history: TokenHistory, published: Sequence[int], hashes: Sequence[str]) -> "ConversationTokens":
-        """Copy a history up to its last reply. The tokens include its prompt only if it differs from the published one.
+        """Copy a history up to the model's last reply. The prompt's tokens are included only if they differ from
+        `published`.
 
-        `hashes`: hashes of the published prompt's media, also compared because different media may have equal tokens.
+        `published` has the token ids of the prompt on the board, and `hashes` the hashes of its media, which are also
+        compared because different media may have equal tokens.
         """
         own, columns, media = list(history.prompt_tokens), history.to_last_reply(), history.media_to_last_reply
         versions = columns["versions"]
@@ -84,41 +86,41 @@ class ConversationTokens:
 
 @dataclass
 class Conversation:
-    """Course and result of a conversation."""
+    """Messages, rewards and counts of a conversation, and how it ended."""
 
     sequences: dict[int, ConversationTokens] = field(default_factory=lambda: {0: ConversationTokens()})
-    """After the conversation's end: tokens of each history up to the end of the model's last message."""
+    """Tokens of each history up to the end of the model's last message, set at the conversation's end."""
     histories: dict[int, TokenHistory] = field(default_factory=dict)
-    """Until the conversation's end: the history in each player's view; for programs and functions, by number."""
+    """Token history in each player's view; with programs and functions, histories by number. Cleared at the end."""
     player_rewards: dict[int, float] = field(default_factory=dict)
     """Sum of the environment's rewards for each player."""
     steps: list[tuple[int, Mapping[int, float]]] = field(default_factory=list)
     """For each message that the environment answered: the player who wrote it, and the rewards by player."""
     messages: list[Message] = field(default_factory=list)
-    """Messages after the prompt."""
+    """All messages after the prompt."""
     text: str = ""
     """Text of the model's last message."""
     finish: str = ""
-    """Reason of the end, by relaxd.reasons."""
+    """Reason why the conversation ended, from relaxd.reasons."""
     failure: str = ""
     """Reason why the environment failed; empty if it didn't."""
     turns: int = 0
     reward: float = 0.0
-    """Sum of the environment's rewards."""
+    """Sum of the environment's rewards for all players, or the reward from the program or function."""
     info: dict[str, float] = field(default_factory=dict)
-    """The environment's `info`; the last value of each name."""
+    """Values from the environment's `info`: the last value of each name."""
     environment_seconds: float = 0.0
 
     receipts: Sequence[Receipt] = ()
-    """After the conversation's end: receipts for the weights that generated the model's messages."""
+    """Receipts for the weights that generated the model's messages, set at the conversation's end."""
     outside_seconds: float = 0.0
-    """Seconds outside requests to engines."""
+    """Seconds that the conversation spent outside requests to engines."""
     tool_calls: int = 0
     tool_errors: int = 0
-    """Number of calls of unknown tools, and of messages with an unreadable call."""
+    """Number of calls of unknown tools, plus number of messages with an unreadable call."""
 
     def add_reply(self, message: ModelMessage, tools: Collection[str]) -> None:
-        """Add a message of the model. `tools`: names of the tools that it may call."""
+        """Add a message of the model. `tools` are the names of the tools that it may call."""
         self.count_calls(message.parsed, tools)
         self.text = message.text
         calls = {"tool_calls": message.parsed.message["tool_calls"]} if message.parsed.calls else {}
@@ -126,7 +128,7 @@ class Conversation:
         self.turns += 1
 
     def add_rewards(self, speaker: int, rewards: Mapping[int, float]) -> None:
-        """Add the players' rewards for a message of player `speaker`."""
+        """Add the players' rewards for a message that player `speaker` wrote."""
         self.steps.append((speaker, rewards))
         for player, reward in rewards.items():
             self.player_rewards[player] = self.player_rewards.get(player, 0.0) + reward
@@ -143,11 +145,14 @@ class Conversation:
 
     @property
     def model_tokens(self) -> int:
-        """Number of tokens that the model wrote; valid after the conversation's end."""
+        """Number of tokens that the model wrote. Valid only after the conversation's end."""
         return sum(int(np.count_nonzero(one.loss_mask)) for one in self.sequences.values())
 
     def count_calls(self, reply: ParsedReply, tools: Collection[str]) -> None:
-        """Count the tool calls of a message. Without `tools` any name is valid: the environment parses calls itself."""
+        """Count the tool calls in a message.
+
+        Without `tools` any name is valid, because the environment parses calls itself.
+        """
         self.tool_calls += len(reply.calls)
         unknown = [call for call in reply.calls if tools and call.name not in tools]
         self.tool_errors += len(unknown) + bool(reply.problem)
@@ -155,18 +160,18 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ConversationStart:
-    """Parameters with which a conversation begins."""
+    """What a conversation begins with: prompt, seeds, time limit and the session with engines."""
 
     engine: EngineSession
-    """The conversation's session with engines; contains the session's name."""
+    """The conversation's session with engines. It has the conversation's name."""
     example: Example
-    """The prompt."""
+    """The conversation's prompt."""
     group_seed: int
-    """Seed of the environment or the program."""
+    """Seed for the environment or the program, the same for all samples of a group."""
     sample_seed: int
-    """Seed of the model's messages."""
+    """Seed for the model's messages of this sample."""
     seconds: Callable[[], float]
-    """Function that returns the conversation's remaining seconds."""
+    """Function that returns how many seconds the conversation may still take."""
     media: Sequence[StoredMedia] = ()
     """Media of the prompt."""
 
@@ -181,13 +186,13 @@ class ConversationStart:
         *,
         media: Sequence[StoredMedia] = (),
     ) -> ModelTurns:
-        """Return the model's turns after a prompt.
+        """Begin a token history with a prompt, and return the model's turns that continue it.
 
         Args:
             model: the model.
             example: the sample's prompt, or its replacement.
             tools: schemas of the tools that the model may call.
-            opened: messages after the prompt's.
+            opened: messages after the prompt.
             branch: number of this history of the sample, from 0 on. Only the prompt of history 0 is limited to
                 data.max_prompt_tokens; in others, tokens above this limit reduce `room`.
             tokens: the prompt's token ids, instead of example, tools and messages.
@@ -216,26 +221,29 @@ class ConversationStart:
         return ModelTurns(model, self.engine, history, tools=tools, sampling=own, seed=seed, seconds=self.seconds)
 
     def media_of(self, example: Example) -> Sequence[StoredMedia]:
-        """Return the media of a prompt; none if it is not the sample's prompt."""
+        """Return the prompt's media if `example` is the sample's own prompt; else none."""
         return self.media if example is self.example else ()
 
     @property
     def sample(self) -> Sample:
-        """The sample in the form for environments and programs."""
+        """The sample in the form that environments and programs get."""
         example = self.example
         messages = with_media(example.messages, [item.uri for item in self.media])
         return Sample(messages, example.answer, example.metadata, self.group_seed, example.tools)
 
 
 class Conversations(ABC):
-    """Holds conversations of one run with an environment, program or function."""
+    """Base class. Holds conversations of one run with an environment, program or function."""
 
     def __init__(self, model: PolicyModel) -> None:
         self._model = model
         self.calls = 0
-        """Number of calls and checks so far; shows that the replica makes progress."""
+        """Number of calls and checks of the environment or program so far.
+
+        It grows while the replica makes progress.
+        """
         self.open_calls: dict[str, float] = {}
-        """Start times of the environment's running calls, by session, from time.monotonic()."""
+        """Monotonic start time of the environment's running call, by session id."""
 
     async def hold(
         self,
@@ -296,15 +304,15 @@ class Conversations(ABC):
 
     @abstractmethod
     async def _converse(self, result: Conversation, start: ConversationStart) -> None:
-        """Hold the conversation, and record its course in `result`."""
+        """Hold the conversation to its end, and add its messages, rewards and counts to `result`."""
 
     @abstractmethod
     def _end(self, name: str) -> None:
-        """Release a conversation's resources in the background."""
+        """Release the resources of session `name` in the background."""
 
 
 class EnvironmentConversations(Conversations):
-    """Holds conversations with an environment."""
+    """Holds conversations between the model and an environment."""
 
     def __init__(self, model: PolicyModel, environments: Environments) -> None:
         super().__init__(model)
@@ -315,7 +323,7 @@ class EnvironmentConversations(Conversations):
 
     @contextmanager
     def _timed(self, result: Conversation, call: str, session: str) -> Iterator[Span]:
-        """Count a call of the environment and its time, and record a span."""
+        """Count the environment's call in the block and its time, and record a span."""
         begun = self.open_calls[session] = time.monotonic()
         try:
             with telemetry.part_span(f"environment {call}", span_attributes(session, result.turns)) as span:
@@ -373,7 +381,7 @@ class EnvironmentConversations(Conversations):
                 players[player] = await begun
 
     async def _normalised(self, items: Sequence[MediaItem], prompt: Sequence[StoredMedia]) -> list[StoredMedia]:
-        """Return the environment's media in the model's normal form. Media of the prompt have this form already.
+        """Return the environment's media, normalised for the model. Media of the prompt are already normalised.
 
         Raises EnvironmentFailed.
         """
@@ -395,7 +403,7 @@ class EnvironmentConversations(Conversations):
         return await asyncio.to_thread(normalise_all)
 
     def _checked_player(self, player: int) -> int:
-        """Return a player's number. Raises EnvironmentFailed if it is out of range."""
+        """Return the number of a player. Raises EnvironmentFailed if it is out of range."""
         if 0 <= player < (count := self._model.config.agent.players):
             return player
         raise EnvironmentFailed(f"player {player} is to speak next, but agent.players is {count}: set it to more")

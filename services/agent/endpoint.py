@@ -1,4 +1,4 @@
-"""HTTP server for programs' requests; each conversation has its own address."""
+"""HTTP server that answers programs' requests for the model's messages. Each conversation has its own address."""
 
 import asyncio
 import secrets
@@ -24,17 +24,17 @@ PROTOCOLS: Mapping[str, Protocol] = {
     "/{session}/v1/messages": ANTHROPIC_MESSAGES,
     "/{session}/inference/v1/generate": TOKEN_GENERATION,
 }
-"""Protocols by path."""
+"""Protocols of model requests by URL path."""
 MAX_BODY = 64 << 20
-"""Maximum bytes of a request, including all media of its messages."""
+"""Maximum size of a request, in bytes, including all media of its messages."""
 LONG_BODY = 1 << 20
-"""Size in bytes above which a request is parsed in a thread, so that it doesn't delay others."""
+"""Size in bytes above which a request is parsed in a thread, so that it doesn't delay other requests."""
 CLOSE_SECONDS = 1.0
-"""Maximum seconds to wait for open requests when the server stops."""
+"""Maximum seconds to wait for unanswered requests when the server stops."""
 
 
 class Endpoint:
-    """Serves the protocols on the loopback interface or at another address. Use it in one event loop."""
+    """HTTP server for all protocols, on the loopback interface or at another address. Use it in one event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, ChatSession] = {}
@@ -42,7 +42,7 @@ class Endpoint:
         self._address = ""
 
     async def start(self, host: str = "127.0.0.1") -> None:
-        """Listen on a free port at `host`, an address of this machine."""
+        """Start the server on a free port at `host`, an address of this machine."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
         for address, protocol in PROTOCOLS.items():
             app.router.add_post(address, partial(self._answer, protocol))
@@ -58,22 +58,22 @@ class Endpoint:
         self._address = f"{host}:{self._runner.addresses[0][1]}"
 
     def open(self, session: ChatSession) -> str:
-        """Start to serve a session. Returns its base URL, which fits ANTHROPIC_BASE_URL."""
+        """Start to serve a session's requests. Returns the session's base URL, in the form of ANTHROPIC_BASE_URL."""
         self._sessions[session.id] = session
         return f"http://{self._address}/{session.id}"
 
     def close_session(self, session: ChatSession) -> None:
-        """Stop serving a session, and close it."""
+        """Stop serving a session's requests, and close the session."""
         self._sessions.pop(session.id, None)
         session.close()
 
     async def close(self) -> None:
-        """Stop the server."""
+        """Stop the HTTP server."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     def _session(self, request: web.Request) -> ChatSession:
-        """Return the session of a request. Raises BadRequest."""
+        """Return the session that a request's address and key belong to. Raises BadRequest."""
         session = self._sessions.get(request.match_info["session"])
         if session is None:
             raise BadRequest("there is no such session, or it has ended", code="no_session", status=404)
@@ -102,7 +102,7 @@ class Endpoint:
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Count the tokens of messages, in the form of Anthropic's count_tokens."""
+        """Answer with the number of a request's tokens, in the form of Anthropic's count_tokens."""
         session = self._session(request)
         _, asked = await _read(
             session, request, lambda body: ANTHROPIC_MESSAGES.read(body, session.stored, session.media)
@@ -110,7 +110,7 @@ class Endpoint:
         return web.json_response({"input_tokens": len(await session.prompts.of(asked.messages, asked.tools))})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        """Tokenise messages or a text, in the form of vLLM's /tokenize."""
+        """Answer with the token ids of messages or a text, in the form of vLLM's /tokenize."""
         session = self._session(request)
         _, asked = await _read(session, request, lambda body: read_tokenize_request(body, session.media))
         if isinstance(asked, str):
@@ -138,7 +138,10 @@ class Endpoint:
 async def _read(
     session: ChatSession, request: web.Request, read: Callable[[dict[str, Any]], Asked]
 ) -> tuple[dict[str, Any], Asked]:
-    """Return a request's body and its parsed form. Parse it in a thread if it is long or may have media."""
+    """Return a request's body and its parsed form.
+
+    Long bodies, and those that may have media, are parsed in a thread.
+    """
     body = await request.read()
 
     def parse() -> tuple[dict[str, Any], Asked]:
@@ -165,7 +168,7 @@ def _paths() -> str:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Answer errors in the protocol's form."""
+    """Turn errors into error answers in the form of the request's protocol."""
     try:
         response: web.StreamResponse = await handler(request)
         return response

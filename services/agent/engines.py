@@ -1,4 +1,4 @@
-"""Client of the run's engines: gets replies by Rollout.Generate."""
+"""Client of the run's engines, which gets replies by calls of Rollout.Generate."""
 
 import asyncio
 import time
@@ -21,12 +21,12 @@ from relaxd.weights.receipts import Receipt
 WAIT_SECONDS = 0.2
 """Seconds between two attempts while no engine is available, and after an engine's pause cut off a reply."""
 REPORT_TOKENS = 64
-"""Minimum tokens per message of an engine, and roughly the maximum lost if the engine dies."""
+"""Minimum tokens that an engine sends per message, and roughly the maximum lost if the engine dies."""
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class RefusedPrompt(Exception):
-    """The engine refused a prompt. The message has the reason."""
+    """The engine refused a prompt. The exception's message has the reason."""
 
     @property
     def is_too_long(self) -> bool:
@@ -35,7 +35,7 @@ class RefusedPrompt(Exception):
 
 
 class RequestTooLarge(Exception):
-    """A request with its media exceeds the maximum message size. The message has the sizes."""
+    """A request with its media exceeds the maximum message size. The exception's message has the sizes."""
 
 
 class OutOfTime(Exception):
@@ -44,36 +44,36 @@ class OutOfTime(Exception):
 
 @dataclass
 class EngineReply:
-    """A complete or unfinished reply; several engines may have generated parts of it."""
+    """The model's reply to a prompt, complete or unfinished. Several engines may have generated parts of it."""
 
     tokens: list[int] = field(default_factory=list)
-    """Token ids, including the end token."""
+    """Token ids of the reply, including the end token."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-prob of each token."""
+    """Log-prob of each token of the reply."""
     versions: list[int] = field(default_factory=list)
-    """Version of the weights that generated each token."""
+    """Weight version that generated each token of the reply."""
     text: str = ""
-    """Text without the end token; empty until the reply has ended."""
+    """Text of the reply without the end token; empty until the reply has ended."""
     ended: bool = False
     """True if the reply is complete."""
     receipts: set[Receipt] = field(default_factory=set)
-    """Receipts for the weights that generated the tokens."""
+    """Receipts for the weights that generated the reply's tokens."""
     cut: bool = False
     """True if the reply was cut off at its maximum length."""
 
 
 @dataclass(frozen=True)
 class WantedWeights:
-    """The weights that an evaluation tests."""
+    """Weights that an evaluation tests, which engines must serve."""
 
     term: int
-    """Oldest accepted term of the trainer: a version has the same weights in all later terms."""
+    """Minimum term of the trainer. A version has the same weights in all later terms."""
     version: int
     or_later: bool
-    """True if later versions are accepted too."""
+    """True if versions later than this one are accepted too."""
 
     def served_by(self, engine: Peer[RolloutStub]) -> bool:
-        """Return True if an engine serves accepted weights."""
+        """Return True if an engine serves weights that the evaluation accepts."""
         if engine.version is None or engine.term < self.term:
             return False
         return engine.version == self.version or (self.or_later and engine.version > self.version)
@@ -81,24 +81,27 @@ class WantedWeights:
 
 @dataclass
 class EngineSession:
-    """State of one conversation's requests, which stay with the engine that has cached its tokens."""
+    """State of one conversation's requests.
+
+    They go to the same engine, because it has cached the conversation's tokens.
+    """
 
     name: str
-    """Name in traces."""
+    """Name of the conversation in traces."""
     wanted: WantedWeights | None = None
-    """Weights that engines must serve; None for any."""
+    """Weights that engines must serve; None for any weights."""
     engine: str = ""
     """Replica id of the engine that got the last request."""
     receipts: set[Receipt] = field(default_factory=set)
-    """Receipts for the weights that generated the replies."""
+    """Receipts for the weights that generated the conversation's replies."""
     asked_seconds: float = 0.0
-    """Seconds in requests to engines, including waits for one."""
+    """Seconds that the conversation spent in requests to engines, including waits for an engine."""
     waited_seconds: float = 0.0
     """Part of `asked_seconds` in which no engine was available or all were full."""
 
 
 class RunEngines:
-    """Client of a run's engines. Use it in one event loop."""
+    """Client of all engines of a run. Use it in one event loop."""
 
     def __init__(self, context: ReplicaContext, run_id: str) -> None:
         self._peers: PeerReplicas[RolloutStub] = PeerReplicas(
@@ -110,10 +113,10 @@ class RunEngines:
             serving=True,
         )
         self.pieces = 0
-        """Number of messages and waits so far; shows that the replica makes progress."""
+        """Number of engines' messages and of waits so far. It grows while the replica makes progress."""
 
     async def oldest_version(self) -> int:
-        """Return the oldest known version among the engines. Waits until an engine is available."""
+        """Return the oldest weight version that an available engine serves. Waits until an engine is available."""
         await self._serving(EngineSession(""))
         return min(peer.version for peer in self._peers.ready if peer.version is not None)
 
@@ -133,7 +136,7 @@ class RunEngines:
             session: the conversation's session.
             prompt: token ids.
             sampling: sampling parameters.
-            seconds: returns the remaining seconds.
+            seconds: function that returns how many seconds the conversation may still take.
             media: the prompt's media, with their positions.
 
         Raises:
@@ -188,11 +191,11 @@ class RunEngines:
             session.asked_seconds += time.monotonic() - begun
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to all engines."""
         await self._peers.close()
 
     async def _serving(self, session: EngineSession) -> Peer[RolloutStub]:
-        """Return a serving engine, the session's last one if possible. Waits until one is available."""
+        """Return an engine that serves, preferably the session's last engine. Waits until an engine is available."""
         begun, wanted = time.monotonic(), session.wanted
         fits = wanted.served_by if wanted is not None else None
         try:
@@ -212,7 +215,8 @@ class RunEngines:
         return peer
 
     async def _ask(self, peer: Peer[RolloutStub], request: GenerateRequest, seconds: float, reply: EngineReply) -> None:
-        """Add an engine's tokens to a reply until the reply ends, a pause cuts it off, or the call fails."""
+        """Send a request to an engine, and add the tokens to a reply until it ends, a pause cuts it off, or the call
+        fails."""
         with peer.called() as stub:
             async for message in stub.Generate(request, timeout=seconds):
                 self.pieces += 1

@@ -30,16 +30,22 @@ Answer = TypeVar("Answer")
 PROBE_SECONDS = 10.0
 """Maximum seconds for a host to answer a call that runs no user code; after that the host counts as hanging."""
 FUNCTION_SECONDS = 7 * 86400.0
-"""Deadline of a function's call, in seconds, longer than any conversation: the conversation's own limit ends it."""
+"""Deadline of a call of a user's function, in seconds.
+
+It is longer than any conversation, whose own limit ends the call.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 class Environments:
-    """Calls an environment. Restarts a host that has exited or hangs. Use it in one event loop."""
+    """Client of an environment or function. Restarts a host that has exited or hangs. Use it in one event loop."""
 
     def __init__(self, config: AgentConfig, setting: str = "agent.environment", told: Told = ignore) -> None:
-        """`setting`: name of the environment in errors; `told`: receives the environment's messages to users."""
+        """Create an unconnected client.
+
+        `setting` names the environment in errors; `told` receives the environment's messages to users.
+        """
         self._config = config
         self._setting = setting
         self._told = told
@@ -47,15 +53,15 @@ class Environments:
         self._client: EnvironmentClient | None = None
         self._starting = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
-        """Background tasks: they close sessions, and probe the host."""
+        """Background tasks, which close sessions or probe the host."""
         self._probe: asyncio.Task[None] | None = None
-        """Task that probes a late host and kills it if it hangs."""
+        """Task that probes a host whose answer is late, and kills it if it hangs."""
         self._service: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
         """Start the environment's host, or connect to its service.
 
-        Raises InvalidArgument if the class doesn't exist or refuses the settings.
+        Raises InvalidArgument if the environment's class doesn't exist or refuses the settings.
         """
         if self._config.is_service:
             # A plain channel: a user's service gets none of relaxd's tokens.
@@ -66,7 +72,7 @@ class Environments:
             await self._present_client()
 
     async def open(self, session_id: str, sample: Sample, access: ModelAccess | None = None) -> OpenedSession:
-        """Begin a conversation. `access`: the model's address, for a function.
+        """Begin a conversation's session. A function gets the model's address as `access`.
 
         Raises EnvironmentFailed, and the errors of `start` if the host must be restarted.
         """
@@ -83,7 +89,7 @@ class Environments:
         return await self._watched(self._client.step(session_id, turn, reply))
 
     def close_session(self, session_id: str) -> None:
-        """End a conversation in the background."""
+        """End a conversation's session in the background."""
         self._begin(self._close_session(session_id), "close a session")
 
     async def close(self) -> None:
@@ -103,7 +109,10 @@ class Environments:
         return task
 
     async def _watched(self, call: Awaitable[Answer]) -> Answer:
-        """Return a call's answer. If it is late, start a probe that kills the host if the whole host hangs."""
+        """Await a call and return its answer.
+
+        If the answer is late, start a probe that kills the environment's host if the whole host hangs.
+        """
         try:
             return await call
         except EnvironmentLate:
@@ -112,7 +121,7 @@ class Environments:
             raise
 
     async def _end_if_it_hangs(self, child: Child) -> None:
-        """Kill a host that doesn't even answer a call that runs no user code."""
+        """Kill the environment's host if it doesn't even answer a call that runs no user code."""
         try:
             await EnvironmentClient(child.channel, PROBE_SECONDS, PROBE_SECONDS).close_session("")
         except EnvironmentLate:
@@ -132,7 +141,7 @@ class Environments:
             _log.warning("session %s: %s", session_id, error)
 
     async def _present_client(self) -> EnvironmentClient:
-        """Return the client, starting its host if necessary. Raises InvalidArgument, ChildError."""
+        """Return the environment's client, starting its host if necessary. Raises InvalidArgument, ChildError."""
         async with self._starting:
             if self._client is not None and (self._child is None or self._child.alive):
                 return self._client

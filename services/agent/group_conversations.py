@@ -45,7 +45,7 @@ from services.agent.model_turns import BadPrompt, PromptTooLong
 
 Credit = Literal["sample", "sequence", "step"]
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
-"""Seconds before a failed conversation is repeated (agent.on_failure = "retry")."""
+"""Pauses before a failed conversation is repeated (agent.on_failure = "retry")."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class GroupConversations:
         places: asyncio.Semaphore,
         ended: Callable[[], None],
     ) -> None:
-        """Prepare for a run.
+        """Prepare to hold the conversations of a run's groups.
 
         `begin(delivery, version)` reports to the board the oldest weight version that may generate a group; it returns
         False if another replica has the group. `places` limits concurrent conversations of the replica, including those
@@ -76,16 +76,16 @@ class GroupConversations:
         self._places = places
         self._ended = ended
         self._unfinished: dict[str, int] = {}
-        """Number of conversations that haven't ended, by group."""
+        """Number of unfinished conversations by group id."""
         self._running: set[Future[Result]] = set()
 
     def room(self, held: int, others: int) -> int:
-        """Return the maximum number of groups to hold.
+        """Return the maximum number of groups that this replica should hold.
 
-        agent.max_sessions limits samples. Another group may be held as soon as one of its samples fits; its others
-        wait. If all samples of a group had to fit, some of the limit would always be unused.
+        agent.max_sessions limits samples. Another group may be held as soon as one of its samples fits; its other
+        samples wait. If all samples of a group had to fit, some of the limit would always be unused.
 
-        `held`: number of groups held now; `others`: number of evaluations' samples.
+        `held`: number of groups held now; `others`: number of samples of evaluations.
         """
         per_group = self._config.rollout.samples_per_prompt
         unfinished = list(self._unfinished.values())
@@ -93,14 +93,17 @@ class GroupConversations:
         return max(held + math.ceil((self._config.agent.max_sessions - samples) / per_group), 1)
 
     def process(self, delivery: Delivery, columns: dict[str, Column]) -> "Future[Result]":
-        """Start to process a group, and return its future result. Called in the stage worker's threads."""
+        """Start to hold a group's conversations, and return a future of the result.
+
+        Called in the stage worker's threads.
+        """
         future = asyncio.run_coroutine_threadsafe(self._hold_group(delivery, columns), self._loop)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
 
     def cancel(self) -> None:
-        """Cancel the running groups, after they were handed back."""
+        """Cancel the conversations of all groups, after the groups were handed back."""
         for future in list(self._running):
             future.cancel()
 
@@ -139,7 +142,10 @@ class GroupConversations:
     async def _hold(
         self, delivery: Delivery, example: Example, published: Sequence[int], sample: int, media: PromptMedia
     ) -> Conversation:
-        """Hold a conversation. Raises _Failed if it fails, unless agent.on_failure keeps failed conversations."""
+        """Hold a sample's conversation.
+
+        Raises _Failed if it fails, unless agent.on_failure keeps failed conversations.
+        """
         agent, seed = self._config.agent, seed_of(self._config.run.seed, delivery.group_id)
 
         def hold(name: str) -> Awaitable[Conversation]:
@@ -157,7 +163,7 @@ class GroupConversations:
         return conversation
 
     def _dropped(self, delivery: Delivery, error: Exception) -> Drop:
-        """Return the group's drop for a known failure; raise any other."""
+        """Return a drop with the reason for a known failure of a group. Raises any other failure."""
         match error:
             case PromptTooLong() | RefusedPrompt(is_too_long=True):
                 reason = DropReason.PROMPT_TOO_LONG
@@ -205,7 +211,7 @@ def _count(outcome: str) -> None:
 
 
 def example_of(prompt: Mapping[str, Any]) -> Example:
-    """Return the example from the column `prompt`."""
+    """Return the example that the column `prompt` of a group contains."""
     return Example(
         prompt.get("messages") or prompt["text"],
         prompt.get("answer", ""),
@@ -217,7 +223,7 @@ def example_of(prompt: Mapping[str, Any]) -> Example:
 
 
 def columns_of(conversations: Sequence[Conversation], *, masked: bool, credit: Credit = "sample") -> dict[str, Column]:
-    """Return the columns that the stage writes, except those of media and receipts.
+    """Return the columns that the rollout stage writes for a group, except those of media and receipts.
 
     Args:
         conversations: the group's conversations; at least one.
@@ -274,7 +280,8 @@ def columns_of(conversations: Sequence[Conversation], *, masked: bool, credit: C
 
 
 def media_columns_of(conversations: Sequence[Conversation], prompt: PromptMedia) -> dict[str, Column]:
-    """Return the columns of the media in a group's conversations. `prompt`: media of the prompt, stored already."""
+    """Return the columns of the media in a group's conversations. `prompt`: media of the prompt, which are already
+    stored."""
     sequences = [sequence.media for one in conversations for sequence in one.sequences.values()]
     records, contents = to_sequence_columns(sequences, hashes_of(prompt.records))
     return {SEQUENCE_MEDIA: records, SEQUENCE_CONTENTS: contents}

@@ -21,27 +21,30 @@ Encoded = TypeVar("Encoded")
 
 
 class BadPrompt(Exception):
-    """The chat template can't begin or continue a conversation with the prompt. The message has the reason."""
+    """The chat template can't begin or continue a conversation with the prompt.
+
+    The exception's message has the reason.
+    """
 
 
 class PromptTooLong(BadPrompt):
-    """The prompt, with additions of the environment or the program, exceeds data.max_prompt_tokens."""
+    """The prompt, with what the environment or the program added to it, exceeds data.max_prompt_tokens."""
 
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """The model of a run's conversations."""
+    """What all conversations of a run need of the model: configuration, tokenizer, form of tool calls, and engines."""
 
     config: RunConfig
     tokenizer: PromptTokenizer
     form: ReplyFormat | None
-    """Form of tool calls in the chat template; None if relaxd can't read it."""
+    """Form of tool calls in the chat template; None if relaxd can't parse the form."""
     engines: RunEngines
 
 
 @dataclass(frozen=True)
 class MessageTokens:
-    """Token ids of a message of the model, and of everything before it."""
+    """Token ids of a model message and of everything before it, with the message's log-probs."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -50,15 +53,15 @@ class MessageTokens:
 
 @dataclass(frozen=True)
 class ModelMessage:
-    """A message of the model."""
+    """A message that the model wrote."""
 
     text: str
-    """Whole text, without the end token."""
+    """Whole text of the message, without the end token."""
     parsed: ParsedReply
-    """The text, divided into thinking, text and tool calls."""
+    """The message's text, divided into thinking, text and tool calls."""
     cut_by: str
-    """Limit that cut the message off: "budget" (rollout.max_new_tokens), "length" (agent.turn_tokens) or "asked" (the
-    caller's); "" if the model ended it."""
+    """Name of the limit that cut the message off: "budget" (rollout.max_new_tokens), "length" (agent.turn_tokens) or
+    "asked" (the caller's limit); "" if the model ended the message."""
     prompt_tokens: int
     """Number of tokens before the message."""
     tokens: int
@@ -67,7 +70,10 @@ class ModelMessage:
 
 
 class ModelTurns:
-    """Generates the model's messages in one conversation. Their tokens are never encoded again from text."""
+    """Generates the model's messages in one conversation.
+
+    Their tokens are never encoded again from text.
+    """
 
     def __init__(
         self,
@@ -80,7 +86,7 @@ class ModelTurns:
         seed: int,
         seconds: Callable[[], float],
     ) -> None:
-        """Continue a history.
+        """Create the turns that continue a token history.
 
         Args:
             model: the model.
@@ -89,10 +95,10 @@ class ModelTurns:
             tools: schemas of the tools that the model may call.
             sampling: sampling parameters that the prompt's source overrides, by name.
             seed: seed of the model's messages.
-            seconds: returns the remaining seconds.
+            seconds: function that returns how many seconds the conversation may still take.
         """
         self.history = history
-        """Tokens so far."""
+        """Token history to which messages are appended."""
         self._model = model
         self._session = session
         self._tools = tools
@@ -101,13 +107,13 @@ class ModelTurns:
         self._seed = seed
         self._seconds = seconds
         self._count = 0
-        """Number of the model's messages so far."""
+        """Number of messages that the model has written."""
         self._calls = 0
-        """Number of tool calls in these messages."""
+        """Number of tool calls in the messages that the model has written."""
 
     @property
     def room(self) -> int:
-        """Remaining number of tokens that may be added to the history."""
+        """Number of tokens that may still be added to the history."""
         above = max(0, len(self.history.prompt_tokens) - self._model.config.data.max_prompt_tokens)
         return self._budget - above - self.history.length
 
@@ -155,24 +161,27 @@ class ModelTurns:
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of tools."""
+    """Return the names of the tools with these schemas."""
     return [str(dict(tool.get("function", tool)).get("name")) for tool in tools]
 
 
 def span_attributes(session: str, turn: int) -> dict[str, str | int]:
-    """Return the attributes of a turn's spans; turn 0 is the opening."""
+    """Return the attributes of a turn's trace spans. Turn 0 is the start of the conversation."""
     return {"relaxd.session_id": session, "relaxd.turn": turn}
 
 
 async def in_thread_if_long(messages: Sequence[Message], encode: Callable[[], Encoded]) -> Encoded:
-    """Call `encode`, in a thread if the messages are long, so that other conversations continue meanwhile."""
+    """Call `encode` and return its result.
+
+    If the messages are long, do so in a thread, so that other conversations continue.
+    """
     if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
         return encode()
     return await asyncio.to_thread(encode)
 
 
 def sampling_of(config: RunConfig, own: Mapping[str, Any], most: int, seed: int) -> SamplingParams:
-    """Return the sampling parameters of a message.
+    """Return the sampling parameters for one message of the model.
 
     Args:
         config: the run's configuration.

@@ -37,19 +37,20 @@ from services.agent.environments import Environments
 from services.agent.model_turns import PolicyModel
 
 TAIL_BYTES = 4000
-"""Maximum number of last bytes to keep of a program's output."""
+"""Number of bytes to keep of the end of a program's output."""
 OUTPUT_SECONDS = 1.0
-"""Maximum seconds to wait for output after a program's end; processes that left its group may keep it open."""
+"""Maximum seconds to wait for the end of the output after a program ended: processes that left its process group may
+keep the output open."""
 
 
 class RunningProgram(Protocol):
-    """A program that leads a conversation."""
+    """Interface of a running program that leads a conversation."""
 
     async def wait(self) -> int:
-        """Wait for the program's end. Returns its exit code, or minus the signal that ended it."""
+        """Wait until the program ends. Return its exit code, or minus the number of the signal that ended it."""
 
     async def end(self) -> str:
-        """Kill the program's remaining processes. Returns the end of its output."""
+        """Kill the program's remaining processes. Return the end of the program's output."""
 
 
 class Program:
@@ -62,7 +63,7 @@ class Program:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Self:
-        """Start a program that ends no later than this process. Raises OSError."""
+        """Start a program, which the system kills when this process ends. Raises OSError."""
         ours, theirs = os.pipe()  # asyncio's own pipe would wait until all descendants of the program close it
         with open(theirs, "wb", buffering=0) as writing, contextlib.ExitStack() as undo:
             reading = undo.enter_context(open(ours, "rb", buffering=0))
@@ -79,11 +80,11 @@ class Program:
         return cls(process, output)
 
     async def wait(self) -> int:
-        """Wait for the program's end. Returns its exit code, or minus the signal that ended it."""
+        """Wait until the program ends. Return its exit code, or minus the number of the signal that ended it."""
         return await self._process.wait()
 
     async def end(self) -> str:
-        """Kill the remaining processes of the program's group. Returns the end of its output."""
+        """Kill the remaining processes of the program's process group. Return the end of the program's output."""
         if not self._killed:
             self._killed = True
             with contextlib.suppress(ProcessLookupError):
@@ -97,7 +98,7 @@ class Program:
 
 
 class _Output(asyncio.Protocol):
-    """Reads a program's output and keeps its end."""
+    """Reads a program's output and keeps the last TAIL_BYTES bytes."""
 
     transport: asyncio.BaseTransport
 
@@ -117,7 +118,10 @@ class _Output(asyncio.Protocol):
 
 
 class Programs:
-    """Starts a run's program for each sample, and serves its requests at an endpoint. Use it in one event loop."""
+    """Starts a run's program for each sample, and answers the programs' requests at an endpoint.
+
+    Use it in one event loop.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
         self._command = config.command
@@ -139,7 +143,7 @@ class Programs:
 
     @asynccontextmanager
     async def run(self, session: ChatSession, sample: Mapping[str, Any]) -> AsyncIterator[tuple[RunningProgram, Path]]:
-        """Run the program during the block; yield it and the path of its result.
+        """Run the program during the block. Yield the program and the path of its result file.
 
         Args:
             session: answers the program's requests.
@@ -165,7 +169,7 @@ class Programs:
             self.endpoint.close_session(session)
 
     def model_variables(self, session: ChatSession) -> dict[str, str]:
-        """Start to serve a session. Returns the environment variables with the model's address and key."""
+        """Start to serve a session's requests. Return the environment variables with the model's address and key."""
         address = self.endpoint.open(session)
         return {
             "OPENAI_BASE_URL": f"{address}/v1",
@@ -177,7 +181,7 @@ class Programs:
 
 @asynccontextmanager
 async def sample_folder(sample: Mapping[str, Any]) -> AsyncIterator[Path]:
-    """Create a folder with the file sample.json; remove it at the end of the block."""
+    """Create a temporary folder with the file sample.json, and remove the folder at the end of the block."""
 
     def make() -> Path:
         folder = Path(tempfile.mkdtemp(prefix="relaxd-"))
@@ -197,10 +201,10 @@ LOOK_SECONDS = 1.0
 
 
 class LedConversations(Conversations):
-    """Base of conversations led by a program or function, which sends requests to the endpoint."""
+    """Base of conversations led by a program or function, which sends its requests to the endpoint."""
 
     async def _result_of(self, leader: Coroutine[Any, Any, T], session: ChatSession, start: ConversationStart) -> T:
-        """Await the leader's result. Raises OutOfTime, or the error after which the conversation can't continue."""
+        """Return the result of the program or function. Raises OutOfTime, or the error that ended the conversation."""
         running = asyncio.create_task(leader, name="lead a conversation")
         try:
             while True:
@@ -225,7 +229,7 @@ class ProgramConversations(LedConversations):
         self._programs = programs
 
     def _end(self, name: str) -> None:
-        """Do nothing: the program is already killed."""
+        """Do nothing: the program has already been killed."""
 
     async def _converse(self, result: Conversation, start: ConversationStart) -> None:
         session = ChatSession(self._model, start, result)
@@ -251,7 +255,7 @@ class ProgramConversations(LedConversations):
 
 
 def _in_openai_form(message: Message) -> Message:
-    """Return a message of the prompt in OpenAI's form, which programs can send."""
+    """Return a prompt message in OpenAI's form, which programs can send unchanged."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -267,11 +271,14 @@ _OPENAI_PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
         "input_audio": {"data": part[AUDIO].partition(",")[2], "format": "wav"},
     },
 }
-"""By kind of media: function that returns a part in OpenAI's form; for video in vLLM's and SGLang's form."""
+"""Functions that convert a message part to OpenAI's form, or for video to vLLM's and SGLang's, by kind of media."""
 
 
 def _check_end(code: int, output: str, session: ChatSession, result: Conversation) -> None:
-    """Raise EnvironmentFailed if a program failed. After a refusal by a limit of the run, any exit code is accepted."""
+    """Raise EnvironmentFailed if a program failed or never asked the model.
+
+    Once a limit of the run has refused a request, any exit code is accepted.
+    """
     told = f"; the end of its output:\n{output}" if output else ""
     if code and not session.limit:
         raise EnvironmentFailed(f"the program ended with {describe_exit(code)}{told}")
@@ -280,7 +287,7 @@ def _check_end(code: int, output: str, session: ChatSession, result: Conversatio
 
 
 def read_result(path: Path) -> tuple[float, dict[str, float]]:
-    """Read the reward and info that a program wrote; 0 and {} without a file. Raises EnvironmentFailed."""
+    """Read the reward and the info that a program wrote; 0 and {} if there is no file. Raises EnvironmentFailed."""
     try:
         found = parse_json(_read(path) or "{}")
         if not isinstance(found, dict) or found.keys() - {"reward", "info"}:
@@ -297,7 +304,10 @@ def read_result(path: Path) -> tuple[float, dict[str, float]]:
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's content; b"" if it doesn't exist. Raises OSError, and ValueError for a special or long file."""
+    """Return a file's content in bytes; b"" if there is no file.
+
+    Raises OSError, and ValueError for a special or long file.
+    """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -312,7 +322,7 @@ def _read(path: Path) -> bytes:
 
 
 class FunctionConversations(LedConversations):
-    """Holds conversations led by a function, which sends requests to the endpoint like a program."""
+    """Holds conversations led by a user's function, which sends requests to the endpoint as a program does."""
 
     def __init__(self, model: PolicyModel, functions: Environments, endpoint: Endpoint) -> None:
         super().__init__(model)

@@ -1,5 +1,7 @@
-"""The agent service: works on the stage "rollout" of runs whose samples are conversations with an environment; and the
-calls of relaxd.v1.Agent, by which the coordinator requests evaluations' conversations, one prompt per call."""
+"""The agent service, which works on the stage "rollout" of runs whose samples are conversations.
+
+It also serves relaxd.v1.Agent, by which the coordinator requests conversations for evaluations, one prompt per call.
+"""
 
 import asyncio
 import time
@@ -45,11 +47,11 @@ from services.agent.model_turns import BadPrompt, PolicyModel
 from services.agent.program_conversations import FunctionConversations, ProgramConversations, Programs
 
 SLOW_SECONDS = 2.0
-"""Seconds after which the status names a slow call of an environment."""
+"""Seconds after which a slow call of an environment is named in the replica's status."""
 
 
 class AgentService(StageReplica):
-    """Holds the conversations of the replica's groups, and of evaluations."""
+    """Holds conversations for the groups that the replica works on, and for evaluations."""
 
     role = AGENT
     stage = ROLES[AGENT].stage
@@ -59,12 +61,13 @@ class AgentService(StageReplica):
         self._run_id = ""
         self._engines: RunEngines | None = None
         self._others: list[Environments | Programs | Endpoint] = []
-        """Environments, programs and endpoints to close: the run's, then those that only evaluation sets use."""
+        """Environments, programs and endpoints to close at the end: first the run's, then those of evaluation sets
+        alone."""
         self._conversations: list[Conversations] = []
-        """Conversations with the run's environment, program or function, then with those of evaluation sets."""
+        """Conversations with the run's environment, program or function, followed by those of evaluation sets."""
         self._groups: GroupConversations | None = None
         self.evaluations: EvaluationConversations | None = None
-        """Conversations of evaluations; None in runs without any."""
+        """Holds the conversations of evaluations; None in a run without evaluations."""
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         self._run_id = assignment.run_id
@@ -76,7 +79,7 @@ class AgentService(StageReplica):
     async def prepare(self, config: RunConfig) -> tuple[Process, Callable[[], int]]:
         """Start the environments, programs and endpoints, so that a wrong name fails the start, not every group.
 
-        Returns a function that processes groups, and one that returns the number of groups to hold.
+        Returns a function that processes a group, and a function that returns the maximum number of groups to hold.
         """
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         tokenizer = await asyncio.to_thread(PromptTokenizer.of_run, config, folder)
@@ -142,7 +145,7 @@ class AgentService(StageReplica):
             await one.close()
 
     async def drain(self, seconds: float) -> int:
-        """Finish groups, and hand those that are not finished in time back to the board.
+        """Finish the groups in progress, and hand groups that aren't finished in time back to the board.
 
         Conversations of evaluations are cancelled; other replicas start them again.
         """
@@ -157,7 +160,10 @@ class AgentService(StageReplica):
             self.evaluations.cancel()
 
     def status(self) -> ServiceStatus:
-        """Return the state; the detail names the slowest open call of an environment, for which a step may wait."""
+        """Return the replica's status.
+
+        Its detail names the slowest open call of an environment, for which a step may wait.
+        """
         status = super().status()
         calls = [(since, session) for one in self._conversations for session, since in one.open_calls.items()]
         since, session = min(calls, default=(0.0, ""))
@@ -166,8 +172,10 @@ class AgentService(StageReplica):
         return replace(status, detail=f"waiting for the environment of conversation {session}, for {duration(seconds)}")
 
     def pieces(self) -> int:
-        """Return the number of engines' messages and of calls and checks of environments and programs; shows
-        progress."""
+        """Return a count of engines' messages and of environments' and programs' calls and checks.
+
+        It grows while the replica makes progress.
+        """
         if self._engines is None:
             return 0
         return self._engines.pieces + sum(conversations.calls for conversations in self._conversations)
@@ -183,7 +191,7 @@ class EvaluationConversations:
         places: asyncio.Semaphore,
         opened: Collection[str] = (),
     ) -> None:
-        """`by_set`: conversations by evaluation set; `places`: limits concurrent conversations.
+        """`by_set`: conversations by evaluation set. `places`: semaphore that limits concurrent conversations.
 
         `opened`: names of sets whose rewards may open media.
         """
@@ -200,7 +208,7 @@ class EvaluationConversations:
 
     @property
     def unfinished(self) -> int:
-        """Number of conversations that haven't ended."""
+        """Number of evaluations' conversations that haven't ended."""
         return len(self._running)
 
     async def hold(
@@ -246,7 +254,7 @@ class EvaluationConversations:
             self._running.difference_update(tasks)
 
     def cancel(self) -> None:
-        """Cancel all conversations. Their callers may repeat them at other replicas."""
+        """Cancel all conversations of evaluations. Their callers may repeat them at other replicas."""
         for task in self._running:
             task.cancel()
 
@@ -279,12 +287,12 @@ class EvaluationConversations:
 
 
 def _plain(value: Any) -> Any:
-    """Return a field's value, as a list if the field is repeated."""
+    """Return the value of a protobuf field, as a list if the field is repeated."""
     return value if isinstance(value, int | float) else list(value)
 
 
 class AgentServicer(agent_pb2_grpc.AgentServicer):
-    """Answers relaxd.v1.Agent."""
+    """Serves the calls of relaxd.v1.Agent."""
 
     def __init__(self, service: AgentService) -> None:
         self._service = service
@@ -292,7 +300,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
     async def Converse(
         self, request: agent_pb2.ConverseRequest, context: Any
     ) -> AsyncIterator[agent_pb2.ConverseResponse]:
-        """Hold conversations about a prompt; stream each when it has ended."""
+        """Hold conversations about a prompt, and stream each of them when it has ended."""
         evaluations = self._service.evaluations
         if evaluations is None:
             raise Unavailable("this replica works on no run whose samples are conversations")

@@ -23,7 +23,7 @@ from services.console.pages import Pages
 
 ASSETS = Path(__file__).with_name("assets")
 CLOSE_SECONDS = 1.0
-"""Seconds for open requests when the server ends."""
+"""Maximum seconds to wait for open requests when the server ends."""
 CLEANUP_SECONDS = 10.0
 MAX_BODY = 64 << 10
 CALL_SECONDS = 10.0
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConsoleServer:
-    """The server, with its connection to the coordinator. Lives in one event loop."""
+    """HTTP server of the console, with a connection to the coordinator. Lives in one event loop."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
@@ -44,11 +44,13 @@ class ConsoleServer:
         self._runner: web.AppRunner | None = None
         self._cleaning: asyncio.Task[None] | None = None
         self.url = ""
-        """Address of the page, once the server runs."""
+        """URL of the console's page; "" until the server runs."""
 
     async def start(self) -> None:
-        """Start serving. Raises ServerError if the port is taken, or if others could reach the server and there is no
-        token."""
+        """Start the HTTP server.
+
+        Raises ServerError if the port is taken, or if others could reach the server without a token.
+        """
         settings = self._settings
         settings.security.check(settings.host)
         hosts = [*settings.console_hosts, *([settings.host] if settings.host not in ("", "0.0.0.0", "::") else [])]
@@ -72,7 +74,10 @@ class ConsoleServer:
         self._cleaning = asyncio.create_task(self._clean_up())
 
     async def _listen(self) -> int:
-        """Listen on the given port, or on the first free one. Returns the port. Raises ServerError."""
+        """Listen on the given port, or on the first free port of CONSOLE_PORTS.
+
+        Returns the port. Raises ServerError.
+        """
         assert self._runner is not None
         asked = self._settings.port
         for port in (asked,) if asked else CONSOLE_PORTS:
@@ -88,7 +93,7 @@ class ConsoleServer:
         raise ServerError(f"ports {CONSOLE_PORTS[0]} to {CONSOLE_PORTS[-1]} are taken: choose one with --port")
 
     async def close(self) -> None:
-        """End the server and its connections."""
+        """End the HTTP server, and close the connections to the coordinator."""
         if self._cleaning is not None:
             self._cleaning.cancel()
         await self._live.close()
@@ -134,7 +139,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 async def main(settings: ServiceSettings) -> int:
-    """Run the service until it is stopped. Returns the exit code."""
+    """Run the console until it is stopped. Returns the exit code."""
     telemetry.setup_logging(settings.replica_id, settings.log_level)
     os.nice(NICENESS)
     stop = stop_signals()

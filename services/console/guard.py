@@ -1,6 +1,6 @@
 """Guard of the console: checks viewers' rights and requests, and sets the answers' headers.
 
-If the coordinator requires tokens, each viewer logs in with one, and the console makes the viewer's calls with it: a
+If the coordinator requires tokens, each viewer logs in with a token, which the console uses for the viewer's calls: a
 viewer may see and do what the coordinator allows for that token. The console uses its own token only to follow runs for
 all viewers.
 """
@@ -33,16 +33,16 @@ CALL_SECONDS = 10.0
 
 @dataclass
 class Viewer:
-    """A viewer, with the connection for calls to the coordinator on the viewer's behalf."""
+    """A viewer of the console, with a connection to the coordinator for the viewer's calls."""
 
     channel: grpc.aio.Channel
     csrf: str = field(default_factory=secrets.token_urlsafe)
-    """Secret that the page sends with every request that changes something."""
+    """Secret against forged requests, which the page sends with every request that changes something."""
     began: float = field(default_factory=time.monotonic)
 
     @property
     def stub(self) -> CoordinatorStub:
-        """The coordinator, called with the viewer's token."""
+        """Stub of the coordinator that calls with the viewer's token."""
         return CoordinatorStub(self.channel)
 
     async def may_act(self) -> bool:
@@ -58,7 +58,7 @@ class Viewer:
 
 
 class Viewers:
-    """The viewers by their session cookies. If the console has no token, everybody is the same viewer."""
+    """Keeps the viewers by session cookie. If the console has no token, everybody is the same viewer."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
@@ -67,18 +67,21 @@ class Viewers:
 
     @property
     def log_in(self) -> bool:
-        """True if viewers have to give a token."""
+        """True if viewers have to log in with a token."""
         return self._everybody is None
 
     def find(self, request: web.Request) -> Viewer | None:
-        """Return the viewer of a request; None if a login is required."""
+        """Return the viewer who sent a request; None if a login is required."""
         if self._everybody is not None:
             return self._everybody
         viewer = self._sessions.get(request.cookies.get(COOKIE, ""))
         return viewer if viewer is not None and time.monotonic() - viewer.began < SESSION_SECONDS else None
 
     async def begin(self, token: str, response: web.Response) -> Viewer:
-        """Begin a session and set its cookie on `response`. Raises AioRpcError if the coordinator refuses the token."""
+        """Begin a viewer's session and set its cookie on `response`.
+
+        Raises AioRpcError if the coordinator refuses the token.
+        """
         viewer = Viewer(self._channel(token))
         try:
             await viewer.stub.ListRuns(pb.ListRunsRequest(page_size=1), timeout=CALL_SECONDS)
@@ -92,12 +95,12 @@ class Viewers:
         return viewer
 
     async def end(self, request: web.Request) -> None:
-        """End the session of a request."""
+        """End the session to which a request belongs."""
         if (viewer := self._sessions.pop(request.cookies.get(COOKIE, ""), None)) is not None:
             await viewer.channel.close(None)
 
     async def close(self) -> None:
-        """End all sessions."""
+        """End all viewers' sessions."""
         viewers = [*self._sessions.values(), *([self._everybody] if self._everybody else [])]
         self._sessions.clear()
         for viewer in viewers:
@@ -119,9 +122,9 @@ class Viewers:
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 CSRF_HEADER = "X-Relaxd-Csrf"
 OPEN = frozenset({"/api/session", "/api/login"})
-"""API addresses that need no session."""
+"""API paths that need no session."""
 VIEWER = web.RequestKey("viewer", Viewer)
-"""Key under which a request has its viewer."""
+"""Key under which the viewer is stored in a request."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -143,13 +146,13 @@ STATUSES = {
     grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
 }
-"""HTTP statuses of the coordinator's refusals; any other one becomes BAD_GATEWAY."""
+"""HTTP status for each gRPC status with which the coordinator refuses a call; other statuses become BAD_GATEWAY."""
 SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses that gRPC itself returns for an unanswered call."""
+"""Statuses that gRPC itself returns if a call isn't answered."""
 
 
 class Refusal(Exception):
-    """A request that the console refuses: the status, and a sentence for people."""
+    """The console refuses a request. Has the HTTP status, and a sentence for people."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -157,7 +160,7 @@ class Refusal(Exception):
 
 
 def guard(viewers: Viewers, hosts: Collection[str]) -> Any:
-    """Return aiohttp middleware that checks requests' hosts and, for the API, viewers. It answers errors as JSON.
+    """Return aiohttp middleware that checks a request's host and, for the API, its viewer. Errors are answered as JSON.
 
     `hosts`: host names under which browsers may open the console, besides those of loopback.
     """
@@ -185,8 +188,10 @@ def guard(viewers: Viewers, hosts: Collection[str]) -> Any:
 
 
 def _check_host(request: web.Request, allowed: Collection[str]) -> None:
-    """Refuse other host names: another site's page could assign one to this server (DNS rebinding) and read the
-    answers."""
+    """Refuse a request for an unknown host name.
+
+    With DNS rebinding, another site's page could assign its name to this server and read the answers.
+    """
     name = (urlsplit(f"//{request.host}").hostname or "").lower()
     if name not in allowed:
         raise Refusal(

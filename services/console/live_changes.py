@@ -1,4 +1,4 @@
-"""The changes of runs, as events for pages: one WatchRun for all pages that show a run.
+"""Sends the changes of runs to pages as events. All pages that show a run share one WatchRun call.
 
 A page that reads slowly gets only the newest state of each topic, so memory doesn't grow with events.
 """
@@ -32,28 +32,28 @@ AGAIN_SECONDS = 0.5
 ENDED_SECONDS = 5.0
 """Seconds between two checks of an ended run, which may be resumed."""
 FLEET_SECONDS = 2.0
-"""Seconds between two reads of replicas and weights."""
+"""Seconds between two reads of the replicas and weights from the coordinator."""
 CALL_SECONDS = 10.0
-"""Deadline of the calls of one read, in seconds."""
+"""Deadline of a call to the coordinator, in seconds."""
 EVENT_SECONDS = 0.25
-"""Minimum seconds between two events of one topic to a page."""
+"""Minimum seconds between two events that a page gets on the same topic."""
 SILENT_SECONDS = 3.0
-"""Seconds without a heartbeat after which the page shows the silence."""
+"""Seconds without a heartbeat after which the page shows a replica as silent."""
 KEEPALIVE_SECONDS = 15.0
 LINGER_SECONDS = 30.0
 """Seconds for which a run is followed after its last page was closed."""
 SHOWN_EVENTS = 50
-"""Maximum number of health events for a new page."""
+"""Maximum number of past health events that a new page gets."""
 MAX_REPLICAS = 5000
 
 _log = logging.getLogger(__name__)
 
 Event = tuple[str, str]
-"""A topic and its state as JSON; an empty topic keeps the connection alive."""
+"""A topic and its state as JSON. An event with an empty topic only keeps the connection alive."""
 
 
 class FollowedRun:
-    """One run and the newest state of each of its topics."""
+    """Follows one run, and keeps the newest state of each of the run's topics."""
 
     def __init__(self, stub: CoordinatorStub, run_id: str) -> None:
         self._stub = stub
@@ -65,9 +65,9 @@ class FollowedRun:
         self._events: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
         self._away_since: float | None = None
         self.readers = 0
-        """Number of pages that show the run."""
+        """Number of pages that show the run now."""
         self.left_at = time.monotonic()
-        """Monotonic time at which the last page was closed."""
+        """Monotonic time at which the last page was closed, in seconds."""
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._look_at_fleet())]
 
     async def close(self) -> None:
@@ -77,7 +77,7 @@ class FollowedRun:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield all topics in their current state, then each one that changes."""
+        """Yield the current state of all topics, then the new state of each topic that changes."""
         seen: dict[str, int] = {}
         while True:
             for topic, number in list(self._numbers.items()):
@@ -89,7 +89,7 @@ class FollowedRun:
             await asyncio.sleep(EVENT_SECONDS)  # idle: changes that follow closely become one event
 
     async def _await_news(self, seen: dict[str, int]) -> bool:
-        """Wait until a topic has news. Returns False after KEEPALIVE_SECONDS without any."""
+        """Wait until a topic's state has changed. Returns False if none has within KEEPALIVE_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEPALIVE_SECONDS), self._changed:
                 await self._changed.wait_for(lambda: self._numbers != seen)
@@ -97,7 +97,7 @@ class FollowedRun:
         return False
 
     async def _set(self, topic: str, state: Any) -> None:
-        """Set the state of a topic."""
+        """Set the state of a topic, and wake the pages if the state changed."""
         text = json.dumps(state, separators=(",", ":"), allow_nan=False)
         if self._topics.get(topic) == text:
             return
@@ -107,7 +107,7 @@ class FollowedRun:
             self._changed.notify_all()
 
     async def _watch(self) -> None:
-        """Update the topics of the run forever; reconnect whenever the coordinator doesn't answer."""
+        """Keep the run's topics up to date, forever. Reconnect whenever the coordinator doesn't answer."""
         token, run = "", pb.Run()
         while True:
             request = pb.WatchRunRequest(
@@ -145,7 +145,7 @@ class FollowedRun:
         await self._set("connection", {"away_since": self._away_since, "reason": reason})
 
     async def _look_at_fleet(self) -> None:
-        """Update the topics of replicas and weights every FLEET_SECONDS."""
+        """Read the topics "fleet" and "weights" from the coordinator every FLEET_SECONDS."""
         while True:
             try:
                 await self._set("fleet", fleet_form(await all_replicas(self._stub)))
@@ -157,7 +157,7 @@ class FollowedRun:
 
 
 async def all_replicas(stub: CoordinatorStub) -> list[pb.RegisteredReplica]:
-    """Return all replicas, at most MAX_REPLICAS. Raises AioRpcError."""
+    """Return all registered replicas, at most MAX_REPLICAS. Raises AioRpcError."""
     found: list[pb.RegisteredReplica] = []
     request = pb.ListReplicasRequest(page_size=1000)
     while len(found) < MAX_REPLICAS:
@@ -170,7 +170,7 @@ async def all_replicas(stub: CoordinatorStub) -> list[pb.RegisteredReplica]:
 
 
 class LiveChanges:
-    """The runs that pages show now."""
+    """Follows the runs that pages show now."""
 
     def __init__(self, stub: CoordinatorStub) -> None:
         self._stub = stub
@@ -178,7 +178,7 @@ class LiveChanges:
 
     @asynccontextmanager
     async def follow(self, run_id: str) -> AsyncIterator[AsyncIterator[Event]]:
-        """Yield the events of a run for a page."""
+        """Yield an iterator of a run's events for one page."""
         run = self._runs.get(run_id)
         if run is None:
             run = self._runs[run_id] = FollowedRun(self._stub, run_id)
@@ -204,12 +204,15 @@ class LiveChanges:
 
 
 def numbers(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite numbers of a mapping, because JSON has no others."""
+    """Return a mapping's entries with finite values, because JSON has no other numbers."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def fleet_form(replicas: Sequence[pb.RegisteredReplica]) -> dict[str, list[Any]]:
-    """Return all replicas as columns, one per field: compact enough to send hundreds of replicas every few seconds."""
+    """Return all replicas as columns, one per field.
+
+    This form is compact enough to send hundreds of replicas every few seconds.
+    """
     states = words(ReplicaState)
     return {
         "id": [one.registration.replica_id for one in replicas],

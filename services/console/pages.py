@@ -25,15 +25,15 @@ from services.console.live_changes import all_replicas
 
 @dataclass(frozen=True)
 class Action:
-    """A call that changes something."""
+    """An operator's action: a call of the coordinator that changes something."""
 
     method: str
     request: type[Message]
     seconds: float = 30.0
-    """Deadline of the call, in seconds."""
+    """Deadline of the action's call, in seconds."""
 
     async def take(self, stub: CoordinatorStub, fields: dict[str, Any]) -> dict[str, Any]:
-        """Make the call; `fields`: the request's fields as JSON values. Raises Refusal, AioRpcError."""
+        """Call the coordinator. `fields` are the request's fields as JSON values. Raises Refusal, AioRpcError."""
         try:
             request = ParseDict(fields, self.request())
         except ParseError as error:
@@ -53,11 +53,11 @@ ACTIONS = {
     "cancel-scaling": Action("CancelScaleRequest", scaling_pb2.CancelScaleRequestRequest),
     "autoscaler": Action("SetAutoscaler", scaling_pb2.SetAutoscalerRequest),
 }
-"""Actions by name. An action's URL contains its name."""
+"""Operators' actions by name, which is part of the action's URL."""
 
 
 CALL_SECONDS = 30.0
-"""Deadline, in seconds, of the calls that one answer needs."""
+"""Deadline of each call to the coordinator that an answer needs, in seconds."""
 MAX_RUNS = 500
 MAX_SAMPLES = 500
 SHOWN_GROUPS = 200
@@ -66,22 +66,22 @@ SHOWN_SCALE_REQUESTS = 50
 MAX_DRAWN = 8
 """Maximum number of runs whose charts are cached."""
 LARGE = ("config_json", "health", "metrics", "wait", "alarms")
-"""Fields of a run that ListRuns omits."""
+"""Large fields of a run, which the console's list of runs omits."""
 
 
 class Pages:
-    """The JSON API. Each answer is read from the coordinator, without a cache, with the viewer's token."""
+    """The console's JSON API. Each answer is read from the coordinator, without a cache, with the viewer's token."""
 
     def __init__(self, viewers: Viewers, coordinator: str, trace_url: str = "") -> None:
         self._viewers = viewers
         self._coordinator = coordinator
         self._trace_url = trace_url
         self._charts: dict[str, tuple[tuple[int, int], str]] = {}
-        """Charts of each run as JSON, with the step and the number of metrics in them."""
+        """Charts of each run as JSON, with the step and the number of metrics for which they were drawn."""
         self._drawing = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of the API."""
+        """Return the HTTP routes of the JSON API."""
         return [
             web.get("/api/session", self.session),
             web.post("/api/login", self.log_in),
@@ -99,7 +99,8 @@ class Pages:
         ]
 
     async def session(self, request: web.Request) -> web.Response:
-        """Return whether a login is needed, and whether the viewer may act."""
+        """Answer whether a login is needed and whether the viewer may act, with the versions and addresses that the
+        page shows."""
         viewer = self._viewers.find(request)
         answer: dict[str, Any] = {"log_in": viewer is None, "may_log_out": self._viewers.log_in}
         answer |= {"version": __version__, "coordinator": self._coordinator, "trace_url": self._trace_url}
@@ -111,7 +112,7 @@ class Pages:
         return web.json_response(answer)
 
     async def log_in(self, request: web.Request) -> web.Response:
-        """Begin a session with a token."""
+        """Begin a viewer's session with the token in the request."""
         if not self._viewers.log_in:
             raise Refusal(HTTPStatus.CONFLICT, "this console needs no token")
         token = (await _body(request)).get("token")
@@ -122,22 +123,22 @@ class Pages:
         return response
 
     async def log_out(self, request: web.Request) -> web.Response:
-        """End the session."""
+        """End the viewer's session."""
         await self._viewers.end(request)
         return web.json_response({})
 
     async def runs(self, request: web.Request) -> web.Response:
-        """List the runs, newest first."""
+        """Answer with a list of the runs, newest first."""
         found = await _stub(request).ListRuns(pb.ListRunsRequest(page_size=MAX_RUNS), timeout=CALL_SECONDS)
         return web.json_response({"runs": [plain(run, without=LARGE) for run in found.runs]})
 
     async def config(self, request: web.Request) -> web.Response:
-        """Return a run's configuration."""
+        """Answer with a run's configuration."""
         run = await _run(request)
         return web.json_response({"run_id": run.run_id, "config": json.loads(run.config_json or "{}")})
 
     async def charts(self, request: web.Request) -> web.Response:
-        """Return all charts of a run, with at most 500 points in a line."""
+        """Answer with all charts of a run, with at most 500 points in a line."""
         run = await _run(request)
         shown = (run.step, len(run.metrics))
         async with self._drawing:  # concurrent requests share one read
@@ -152,15 +153,17 @@ class Pages:
         return _compressed(web.Response(text=known[1], content_type="application/json"))
 
     async def series(self, request: web.Request) -> web.Response:
-        """Return some metrics of a run (`name`, several times), with at most 500 points each."""
+        """Answer with the metrics of a run that the parameters `name` list, with at most 500 points each."""
         names = request.query.getall("name", [])
         metrics = pb.GetMetricsRequest(run_id=request.match_info["run"], names=names, max_points=500)
         answer = await _stub(request).GetMetrics(metrics, timeout=CALL_SECONDS)
         return _compressed(web.json_response({one.name: plain(one, without=("name",)) for one in answer.series}))
 
     async def samples(self, request: web.Request) -> web.Response:
-        """Return the newest samples of a run, or those of one `step`, at most `limit`; with `tokens` also their
-        tokens."""
+        """Answer with the newest samples of a run, or with those of one `step`, at most `limit`.
+
+        With the parameter `tokens`, samples include their tokens.
+        """
         asked = pb.ListSamplesRequest(
             run_id=request.match_info["run"],
             step=_number(request, "step", 0),
@@ -177,7 +180,8 @@ class Pages:
         return _compressed(web.json_response({"samples": [plain(one) for one in found[: asked.page_size]]}))
 
     async def groups(self, request: web.Request) -> web.Response:
-        """Return the newest closed groups of a run, or those that match `prompt` and `where`."""
+        """Answer with the newest closed groups of a run, or with those that the parameters `prompt` and `where`
+        select."""
         asked = pb.GetGroupsRequest(
             run_id=request.match_info["run"],
             prompt=request.query.get("prompt", ""),
@@ -188,8 +192,10 @@ class Pages:
         return _compressed(web.json_response(plain(found)))
 
     async def logs(self, request: web.Request) -> web.Response:
-        """Return the newest lines of the services' logs, or of one `service`; with `problems` only warnings and
-        errors."""
+        """Answer with the newest log lines of all services, or of the service that the parameter `service` names.
+
+        With the parameter `problems`, answer only with warnings and errors.
+        """
         asked = pb.GetLogsRequest(
             run_id=request.match_info["run"],
             service=request.query.get("service", ""),
@@ -200,12 +206,12 @@ class Pages:
         return _compressed(web.json_response(plain(await _stub(request).GetLogs(asked, timeout=CALL_SECONDS))))
 
     async def replicas(self, request: web.Request) -> web.Response:
-        """List the replicas with all their fields."""
+        """Answer with a list of the replicas with all their fields."""
         found = await all_replicas(_stub(request))
         return _compressed(web.json_response({"replicas": [plain(one) for one in found]}))
 
     async def scaling(self, request: web.Request) -> web.Response:
-        """Return the active run's autoscaler, if any, and the newest scale requests."""
+        """Answer with the active run's autoscaler, if any, and the newest scale requests."""
         stub = _stub(request)
         asked = scaling_pb2.ListScaleRequestsRequest(page_size=SHOWN_SCALE_REQUESTS)
         found = await stub.ListScaleRequests(asked, timeout=CALL_SECONDS)
@@ -219,7 +225,7 @@ class Pages:
         return web.json_response(answer)
 
     async def act(self, request: web.Request) -> web.Response:
-        """Execute an operator's action."""
+        """Execute the operator's action that the URL names."""
         name = request.match_info["action"]
         if name not in ACTIONS:
             raise Refusal(HTTPStatus.NOT_FOUND, f"{name} is no action: there are {', '.join(ACTIONS)}")

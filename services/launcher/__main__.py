@@ -12,7 +12,7 @@ from services.launcher.kubernetes_host import KubernetesApi, KubernetesHost
 
 
 def main() -> int:
-    """Run the service. Returns the exit code."""
+    """Run the launcher service. Returns the exit code."""
     settings = parse_settings("launcher")
     try:
         host = _host(settings)

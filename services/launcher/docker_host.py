@@ -1,4 +1,5 @@
-"""A host that runs replicas as containers, through the Docker engine: each is a copy of one that Compose started."""
+"""A host that runs replicas as containers, through the Docker engine. Each container is a copy of one that Compose
+started."""
 
 import copy
 import logging
@@ -30,9 +31,9 @@ SUFFIX = "-scaled"
 orphan: `docker compose up --scale`, which knows nothing of scale requests, ignores it, and `down --remove-orphans`
 removes it."""
 MAX_RESTARTS = 5
-"""Maximum restarts of a container that fails."""
+"""Maximum number of times that the Docker engine restarts a container that fails."""
 NOT_COPIED = ("Hostname", "Image", "Labels", "Env")
-"""Keys of a container's configuration that aren't copied unchanged."""
+"""Keys of the template container's configuration that a copy omits or changes."""
 
 
 def container_config(template: Mapping[str, Any], request: pb.LaunchRequest, number: int) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def container_config(template: Mapping[str, Any], request: pb.LaunchRequest, num
 
 
 ENGINE_SECONDS = 30.0
-"""Timeout of a call to the engine."""
+"""Timeout of a call to the Docker engine, in seconds."""
 STATES = {
     "created": pb.INSTANCE_STATE_RUNNING,
     "running": pb.INSTANCE_STATE_RUNNING,
@@ -84,13 +85,14 @@ class DockerHost:
     roles = frozenset(SCALABLE_ROLES)
 
     def __init__(self, project: str = "") -> None:
-        """Connect to the engine. `project` is the compose project; empty: that of this process's container.
+        """Connect to the Docker engine. `project`: name of the compose project; if empty, that of this process's
+        container.
 
         Raises Unavailable when no engine answers, FailedPrecondition when this process runs in no project's container.
         """
         self._launching = threading.Lock()
         self._numbers: dict[str, int] = {}
-        """Highest container number of each role."""
+        """Highest number of a launched container, by role."""
         with _translate_errors():
             self._engine = docker.from_env(timeout=ENGINE_SECONDS).api
             self.project = project or self._own_project()
@@ -139,7 +141,8 @@ class DockerHost:
             return [_instance(container) for container in self._launched()]
 
     def _template(self, role: str) -> dict[str, Any]:
-        """Return the container of a role's service to copy: a running one, else a stopped one, the oldest first."""
+        """Return the container from which new ones of a role's service are copied: the oldest that is running, or if
+        none is, the oldest stopped one."""
         containers = self._containers(f"{SERVICE}={role}", f"{ONEOFF}=False")
         if not containers:
             raise FailedPrecondition(
@@ -151,7 +154,8 @@ class DockerHost:
         return inspected
 
     def _next_number(self, role: str) -> int:
-        """Return a number that no container of the role has. Only the first call reads all containers."""
+        """Return a number for a new container that no other launched container of the role has. Only the first call
+        lists the containers."""
         if not self._numbers:
             for one in self._launched():
                 number, of_role = int(one["Labels"][NUMBER]), one["Labels"][ROLE]
@@ -183,7 +187,7 @@ class DockerHost:
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Turn the engine's errors into RpcErrors."""
+    """Turn the Docker engine's errors into RpcErrors."""
     try:
         yield
     except docker.errors.APIError as error:

@@ -19,17 +19,20 @@ from relaxd.v1 import launcher_pb2 as pb
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder in which Kubernetes mounts a service account's token, CA and namespace."""
 CONNECT_SECONDS, READ_SECONDS = 5.0, 20.0
-"""Timeouts of a call: to connect, and between two parts of the answer."""
+"""Timeouts of a call to Kubernetes, in seconds: CONNECT_SECONDS to connect, READ_SECONDS between two parts of the
+answer."""
 PASSING = {401, 408, 429, 500, 502, 503, 504}
-"""HTTP statuses that a retry may resolve; 401 because the token's file is replaced before the token expires."""
+"""HTTP statuses after which a retry may succeed. 401 is among them because the token's file is replaced before the
+token expires."""
 Object = dict[str, Any]
 
 
 class KubernetesApi:
-    """A client for objects of one namespace. Calls raise FailedPrecondition, or Unavailable if a retry may succeed."""
+    """Client of the Kubernetes API for one namespace. Calls raise FailedPrecondition, or Unavailable if a retry may
+    succeed."""
 
     def __init__(self, url: str, namespace: str, *, token_file: Path, ca_file: Path) -> None:
-        """`token_file` is read for each call, because Kubernetes renews its token."""
+        """`token_file` is read for each call, because Kubernetes renews the token in it."""
         self.namespace = namespace
         self._url = url.rstrip("/")
         self._token_file = token_file
@@ -39,7 +42,8 @@ class KubernetesApi:
 
     @classmethod
     def of_pod(cls, environment: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCOUNT) -> "KubernetesApi":
-        """Use this pod's server and service account. Raises FailedPrecondition outside of a pod."""
+        """Return a client for the Kubernetes server and service account of this pod. Raises FailedPrecondition outside
+        of a pod."""
         host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT")
         if not host or not port:
             raise FailedPrecondition(
@@ -55,11 +59,11 @@ class KubernetesApi:
         return cls(url, namespace, token_file=folder / "token", ca_file=folder / "ca.crt")
 
     def deployment(self, name: str) -> Object | None:
-        """Return a Deployment; None if there is none."""
+        """Return a Deployment by its name; None if there is none."""
         return self._call("GET", f"/apis/apps/v1/namespaces/{self.namespace}/deployments/{name}", none_for="NotFound")
 
     def pod(self, name: str) -> Object | None:
-        """Return a pod; None if there is none."""
+        """Return a pod by its name; None if there is none."""
         return self._call("GET", self._pods(name), none_for="NotFound")
 
     def pods(self, selector: str) -> list[Object]:
@@ -70,11 +74,11 @@ class KubernetesApi:
         return found
 
     def create_pod(self, manifest: Object) -> Object | None:
-        """Create a pod and return it; None if the name is taken."""
+        """Create a pod from a manifest and return the pod; None if its name is taken."""
         return self._call("POST", self._pods(), body=manifest, none_for="AlreadyExists")
 
     def delete_pod(self, pod: Object, grace_seconds: int) -> None:
-        """Start ending a pod, unless it is gone or another pod has its name."""
+        """Ask Kubernetes to end a pod. Does nothing if the pod is gone or another pod has its name."""
         body = {"gracePeriodSeconds": grace_seconds, "preconditions": {"uid": pod["metadata"]["uid"]}}
         name = pod["metadata"]["name"]
         self._call("DELETE", self._pods(name), body=body, none_for="NotFound", conflict_is_none=True)
@@ -92,7 +96,8 @@ class KubernetesApi:
         none_for: str = "",
         conflict_is_none: bool = False,
     ) -> Object | None:
-        """Make a call. Returns the answered object; None for an error of the reason `none_for`."""
+        """Call the Kubernetes API. Returns the object in the answer; None if the call fails for the reason `none_for`,
+        or with HTTP 409 if `conflict_is_none` is set."""
         place = f"{verb} {self._url}{path}"
         try:
             token = self._token_file.read_text(encoding="utf-8").strip()
@@ -126,23 +131,25 @@ class KubernetesApi:
 RELEASE = "app.kubernetes.io/instance"
 ROLE = "relaxd.dev/role"
 SCALED = "relaxd.dev/scaled"
-"""Label of launched pods, with their role. They have no label ROLE, so that neither the role's Deployment nor its
-disruption budget nor an autoscaler of Kubernetes counts them."""
+"""Name of the label that holds a launched pod's role. Launched pods lack the label ROLE, so that neither the role's
+Deployment nor its disruption budget nor an autoscaler of Kubernetes counts them."""
 LAUNCH_ID, SGLANG_URL = "relaxd.dev/launch-id", "relaxd.dev/sglang-url"
-"""Annotations of launched pods with their launch parameters. (Labels can't contain URLs, nor every launch id.)"""
+"""Annotations of launched pods: launch id and URL of the SGLang server. (Labels can't contain URLs, nor every launch
+id.)"""
 MAX_NAME = 63
-"""Maximum length of a pod's name, which is also its host's."""
+"""Maximum number of characters of a pod's name, which is also the pod's host name."""
 MAX_RESTARTS = 5
-"""Maximum restarts of a pod's container, beyond which it counts as failed."""
+"""Number of container restarts after which a pod counts as failed, if its container is waiting to be restarted."""
 KILL_SECONDS = 1
-"""Grace period of a killed pod, in seconds. With 0, Kubernetes would forget it while its processes may still run."""
+"""Grace period of a killed pod, in seconds. With 0, Kubernetes would forget the pod while its processes may still
+run."""
 ENDING_SECONDS = 30.0
-"""Maximum seconds from the end of its grace period until a pod is gone."""
+"""Maximum seconds that a pod may take to disappear after its grace period."""
 POLL_SECONDS = 0.25
 
 
 def pod_name(release: str, launch_id: str) -> str:
-    """Return the name of a launch id's pod, which may have only lower-case letters, digits and dashes."""
+    """Return the name of the pod for a launch id. Pod names may have only lower-case letters, digits and dashes."""
     wanted = f"{release}-{launch_id}"
     name = re.sub(r"[^a-z0-9-]", "-", wanted.lower()).strip("-")
     if name == wanted and len(name) <= MAX_NAME:
@@ -271,7 +278,8 @@ class KubernetesHost:
         return pod
 
     def _launched(self, name: str) -> Object | None:
-        """Return a launched pod; None if there is none. Raises FailedPrecondition if another pod has the name."""
+        """Return a launched pod by its name; None if there is none. Raises FailedPrecondition if another pod has the
+        name."""
         pod = self._api.pod(name)
         if pod is not None:
             metadata = pod["metadata"]
@@ -281,7 +289,8 @@ class KubernetesHost:
         return pod
 
     def _end(self, pod: Object, grace_seconds: int) -> None:
-        """End a pod, and wait until it is gone. Raises Unavailable if that takes too long."""
+        """End a pod, and wait until it is gone. Raises Unavailable if the pod is still there ENDING_SECONDS after its
+        grace period."""
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
         self._api.delete_pod(pod, grace_seconds)
         deadline = time.monotonic() + grace_seconds + ENDING_SECONDS
@@ -296,7 +305,7 @@ class KubernetesHost:
 
 
 def _state(pod: Object) -> tuple["pb.InstanceState.ValueType", str]:
-    """Return a pod's state, and its reason in words."""
+    """Return the state of a pod's instance, and the reason for it in words."""
     status: dict[str, Any] = pod.get("status") or {}
     phase = status.get("phase", "Pending")
     container: dict[str, Any] = next(iter(status.get("containerStatuses") or ()), {})

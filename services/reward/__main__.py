@@ -1,4 +1,4 @@
-"""`python -m services.reward`."""
+"""`python -m services.reward`: starts the reward service."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from services.reward.service import RewardService, RewardServicer
 
 
 async def main() -> None:
-    """Run the service until it is stopped."""
+    """Run the reward service until it is stopped."""
     async with open_context(parse_settings("reward")) as context:
         service = RewardService(context)
         servicer = RewardServicer(service, context.settings.allowed_rewards)

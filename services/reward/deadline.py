@@ -6,11 +6,12 @@ from types import TracebackType
 from relaxd.sandbox.running_time import LOOK_SECONDS, ran
 
 END_SECONDS = 0.001
-"""Remaining seconds below which a deadline has passed."""
+"""Remaining seconds below which a deadline counts as passed."""
 
 
 class Deadline:
-    """Async context manager: cancels its block after `seconds` and raises TimeoutError. Pauses don't count.
+    """Async context manager that cancels its block after `seconds` and raises TimeoutError. Time in pauses doesn't
+    count.
 
     Use it in one event loop.
     """
@@ -21,27 +22,27 @@ class Deadline:
         self._seconds = seconds
         self._left = seconds
         self._planned = 0.0
-        """Planned seconds from the last check to the next one."""
+        """Planned seconds from the last check of the deadline to the next."""
         self._since = self._loop.time()
-        """Time of the last check."""
+        """Event loop time of the last check of the deadline."""
         self._timer: asyncio.TimerHandle | None = None
         self._pauses = 0
         self._over = False
 
     @property
     def seconds(self) -> float:
-        """Seconds that have passed, without pauses."""
+        """Seconds that have passed since the block began, without pauses."""
         running = 0.0 if self._pauses else ran(self._planned, self._loop.time() - self._since)
         return self._seconds - self._left + running
 
     def pause(self) -> None:
-        """Stop the clock. Pauses nest: each needs its `resume`."""
+        """Stop the deadline's clock. Pauses nest: each needs its own `resume`."""
         self._pauses += 1
         if self._pauses == 1:
             self._count()
 
     def resume(self) -> None:
-        """End a pause."""
+        """End a pause; the deadline's clock runs again once all pauses have ended."""
         self._pauses -= 1
         if not self._pauses:
             self._go_on()
@@ -60,7 +61,7 @@ class Deadline:
         await self._timeout.__aexit__(kind, error, traceback)
 
     def _go_on(self) -> None:
-        """Plan the next check, or end the block."""
+        """Schedule the next check of the deadline; if the deadline has passed, end the block."""
         if self._over or self._timeout.expired():
             return
         self._since = self._loop.time()
@@ -75,7 +76,7 @@ class Deadline:
         self._go_on()
 
     def _count(self) -> None:
-        """Count the time since the last check, and cancel the next one."""
+        """Subtract the time since the last check from the remaining time, and cancel the scheduled check."""
         if self._timer is not None:
             self._timer.cancel()
         now = self._loop.time()
@@ -84,9 +85,9 @@ class Deadline:
 
 
 SLOW_SECONDS = 5.0
-"""Seconds after which a running sample is reported as slow; half the deadline, if that is shorter."""
+"""Seconds after which a running sample is reported as slow, or half the sample's deadline if that is shorter."""
 
 
 def slow_after(deadline_seconds: float) -> float:
-    """Return the seconds after which a sample with this deadline is slow."""
+    """Return the seconds after which a sample with the given deadline counts as slow."""
     return max(0.01, min(SLOW_SECONDS, deadline_seconds / 2))

@@ -1,4 +1,4 @@
-"""Clients of untrusted HTTP services: a reward with the protocol of slime's remote_rm, and a judge with chat
+"""Clients of untrusted HTTP services: a reward service with the protocol of slime's remote_rm, and a judge with chat
 completions.
 
 The reward is at reward.address, the judge at roles.judge.address.
@@ -28,7 +28,7 @@ from services.reward.patience import MismatchError, UnreachableError, authorizat
 from services.reward.worker_pool import Failure
 
 MAX_SCORE_BYTES = 1 << 20
-"""Maximum bytes of a reward's answer; real answers are shorter."""
+"""Maximum bytes of a reward service's answer; real answers are shorter."""
 MAX_REPLY_BYTES = 16 << 20
 """Maximum bytes of a judge's reply; real replies are shorter."""
 SHOWN = 200
@@ -41,21 +41,21 @@ _BUSY_REWARD = (
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
-"""Status codes of a busy service, and of a proxy whose service is away."""
+"""HTTP statuses of a service that is busy, or of a proxy that can't reach the service."""
 
 
 class _HttpService:
-    """The connections to a service. Secrets are only in the headers of its requests. Lives in one event loop."""
+    """Connections to one HTTP service. Secrets are only in the headers of requests. Lives in one event loop."""
 
     probe_seconds: float
-    """Deadline of a probe, and of each connection."""
+    """Deadline, in seconds, of a probe and of opening a connection."""
 
     def __init__(self, headers: Mapping[str, str], max_in_flight: int) -> None:
         self._headers, self._max_in_flight = headers, max_in_flight
         self._opened: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the service."""
         if self._opened is not None:
             await self._opened.close()
 
@@ -72,8 +72,8 @@ class _HttpService:
 
 
 class HttpReward(_HttpService):
-    """Posts each sample as {"prompt", "response", "label", "metadata"}. The JSON answer has the form of a reward's
-    result."""
+    """Scores samples with an HTTP service. Posts each sample as {"prompt", "response", "label", "metadata"}. The JSON
+    answer has the form of a reward's result."""
 
     calls_per_sample = True
     probe_seconds = 5.0
@@ -84,7 +84,7 @@ class HttpReward(_HttpService):
         self._who = f"the reward service at {config.address}"
 
     async def probe(self) -> None:
-        """Check that the service answers a HEAD request, in any way.
+        """Check that the service answers a HEAD request with any status except those of a busy service.
 
         Raises UnreachableError, MismatchError.
         """
@@ -135,7 +135,7 @@ class HttpReward(_HttpService):
 
 
 class ChatCompletions(_HttpService):
-    """Sends questions to a judge that speaks chat completions."""
+    """Sends questions to a judge at an address that speaks the chat completions protocol."""
 
     probe_seconds = 10.0
 
@@ -196,7 +196,8 @@ class ChatCompletions(_HttpService):
         return body
 
     def _content(self, message: Message, name: str) -> str | list[dict[str, Any]]:
-        """Return a message's content: its texts, or parts if it has images. Raises JudgeError."""
+        """Return a message's content for chat completions: one text, or a list of parts if the message has images.
+        Raises JudgeError."""
         kinds = [part.WhichOneof("part") for part in message.content]
         if all(kind == "text" for kind in kinds):
             return "\n".join(part.text for part in message.content)
@@ -244,7 +245,7 @@ class ChatCompletions(_HttpService):
 
 
 async def _read_at_most(answer: aiohttp.ClientResponse, most: int) -> bytes:
-    """Return an answer's body, truncated to `most` bytes."""
+    """Return the body of an HTTP answer, truncated to `most` bytes."""
     body = b""
     async for chunk in answer.content.iter_any():
         body += chunk
@@ -255,7 +256,7 @@ async def _read_at_most(answer: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 def _shortened(text: str) -> str:
-    """Return a text in one line, short enough for a message."""
+    """Return a text in one line of at most SHOWN characters, for a message."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
 

@@ -28,7 +28,8 @@ _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 class JudgeReplicas:
-    """Sends each question to the replica with the fewest open ones from this process. Lives in one event loop."""
+    """Sends each question to the judge replica with the fewest open questions from this process. Lives in one event
+    loop."""
 
     def __init__(self, coordinator: CoordinatorStub, settings: ServiceSettings, run_id: str) -> None:
         self.who, self.on = "the judge", JUDGE
@@ -64,9 +65,9 @@ class Judges(Protocol):
     """Connection to the judge: to its replicas, or to a server at an address."""
 
     who: str
-    """Name of the judge, for people."""
+    """Name of the judge in messages for people."""
     on: str
-    """Address of the judge, or the role of its replicas."""
+    """Address of the judge's server, or the role name if the judge runs as replicas."""
 
     async def probe(self) -> None:
         """Check that the judge is reachable. Raises UnreachableError, MismatchError."""
@@ -75,11 +76,12 @@ class Judges(Protocol):
         """Ask the judge within `seconds`. Raises JudgeError, UnreachableError."""
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections to the judge."""
 
 
 class JudgeClient(PatientCaller):
-    """Asks the run's judge. Lives in one event loop."""
+    """Asks the run's judge; repeats and holds back questions while the judge doesn't answer. Lives in one event
+    loop."""
 
     def __init__(self, config: JudgeConfig, judges: Judges) -> None:
         super().__init__(
@@ -98,11 +100,12 @@ class JudgeClient(PatientCaller):
 
     @property
     def pieces(self) -> int:
-        """A counter of replies, probes and checks, which shows that the replica isn't stuck."""
+        """Counter of replies, probes and checks. While it grows, the replica doesn't count as stuck."""
         return self._replies + super().pieces
 
     async def ask(self, question: AskRequest) -> AskResponse:
-        """Return the judge's reply. Raises JudgeError. Cancelling this ends the call."""
+        """Return the judge's reply to a question. Raises JudgeError. Cancelling the caller cancels the call to the
+        judge."""
         outcome = "failed"
         begun = time.monotonic()
         try:
@@ -125,11 +128,11 @@ class JudgeClient(PatientCaller):
 MAX_QUESTIONS = 10_000
 """Maximum judge requests per reward call; stops endless loops."""
 Ask = Callable[[AskRequest], Awaitable[AskResponse]]
-"""Asks the judge. Raises JudgeError."""
+"""Async function that asks the judge a question. Raises JudgeError."""
 
 
 async def no_judge(question: AskRequest) -> AskResponse:
-    """Refuse every question."""
+    """Raise NoJudgeError for every question, because the run has no judge."""
     raise NoJudgeError("there is no judge: set roles.judge.model (docs/judge.md)")
 
 
@@ -148,7 +151,7 @@ class Questions:
         self._asking: set[asyncio.Task[None]] = set()
 
     async def carry(self, stub: RewardWorkerStub) -> None:
-        """Forward questions until the worker ends."""
+        """Forward the worker's questions to the judge until the worker ends."""
         try:
             async for message in stub.CarryQuestions(Requests(self._answers.get), timeout=None):
                 if message.HasField("question"):
@@ -165,7 +168,7 @@ class Questions:
 
     @contextmanager
     def during(self, deadline: Deadline) -> Iterator[None]:
-        """Accept questions of one call of a reward, inside the block."""
+        """Inside the context, accept questions of one reward call; pause this call's `deadline` during each."""
         self._deadline, self._count = deadline, 0
         try:
             yield

@@ -1,4 +1,4 @@
-"""Calls of a service that may be unavailable: decides when each may start, and when to repeat it."""
+"""Decides when calls of a service that may be unavailable start, and when they are repeated."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ class UnreachableError(Exception):
 
 
 class MismatchError(Exception):
-    """The service answers, but not in relaxd's protocol."""
+    """The service answers, but doesn't speak the expected protocol."""
 
 
 def authorization(config: RewardConfig) -> dict[str, str]:
@@ -45,7 +45,7 @@ def authorization(config: RewardConfig) -> dict[str, str]:
 
 
 class Pace:
-    """Starts calls at even intervals, and none during a pause that the service requested."""
+    """Spaces the calls of a service evenly, and starts none during a pause that the service requested."""
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`per_second`: maximum number of calls that begin per second, 0 for no limit. `clock` returns seconds."""
@@ -59,30 +59,30 @@ class Pace:
         return self._clock() < self._held_until
 
     def pause(self) -> float:
-        """Return the seconds until a call may start; 0: now."""
+        """Return the seconds until a call may start; 0 if it may start now."""
         return max(0.0, self._next - self._clock(), self._held_until - self._clock())
 
     def begin(self) -> None:
-        """Record that a call starts."""
+        """Record that a call starts now."""
         self._next = self._clock() + self._interval
 
     def hold(self, seconds: float) -> None:
-        """Start no call for this many seconds, or for longer if that was requested before."""
+        """Start no calls for `seconds`. A longer pause that was requested before continues."""
         self._held_until = max(self._held_until, self._clock() + seconds)
 
 
 FAILURES_TO_HOLD_BACK = 3
-"""Number of consecutive calls that don't reach the service, after which further calls wait for a successful probe."""
+"""Number of consecutive calls that did not reach the service after which further calls wait for a successful probe."""
 PROBE_PAUSE = Backoff(first_seconds=0.5, max_seconds=10.0)
-"""Pauses before probes. They are shorter than any health limit, because each probe counts as progress of the
-replica."""
+"""Pauses before probes, in seconds. They are shorter than any health limit, because each probe counts as progress of
+the replica."""
 START_NOTICE_SECONDS = 300.0
 """Seconds after which a starting service is late and its wait is logged as a warning."""
 
 ATTEMPTS = 10
 """Maximum attempts of one call: the call itself may crash the service."""
 PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
-"""Pauses between attempts."""
+"""Pauses between attempts of one call, in seconds."""
 LOOK_SECONDS = 5.0
 """Seconds between two checks of a call that waits for its turn. Less than any health limit, because each check counts
 as progress of the replica."""
@@ -105,17 +105,22 @@ class PatientCaller:
         per_second: float = 0.0,
         turn: str = "",
     ) -> None:
-        """`who`: name of the service, for people; `on`: its address or another name.
+        """Create a caller of one service.
 
-        `probe` raises UnreachableError or MismatchError unless the service works. `timeout_seconds`: deadline of a
-        call, which the calls themselves enforce. `outage_seconds`: how long calls wait for a service that is away or
-        busy. `per_second`: maximum number of calls that begin per second, 0 for no limit; `turn`: name and setting of
-        this limit, for messages about calls that wait for it.
+        Args:
+            who: name of the service in messages.
+            on: address or name of the service in reported waits.
+            probe: checks the service; raises UnreachableError or MismatchError if it doesn't work.
+            max_in_flight: maximum number of calls at a time.
+            timeout_seconds: deadline that the calls enforce themselves; here it decides when a call counts as slow.
+            outage_seconds: maximum length of an outage before calls fail, and of a pause that Retry-After requests.
+            per_second: maximum number of calls that begin per second; 0: no limit.
+            turn: what a call waits for when `per_second` delays it, such as "a question's turn"; "": a default text.
         """
         self._who = who
         self._on = on
         self.probe = probe
-        """Ask whether the service works. Raises UnreachableError, MismatchError."""
+        """Check that the service works. Raises UnreachableError or MismatchError if it doesn't."""
         self._room = asyncio.Semaphore(max_in_flight)
         self._timeout_seconds = timeout_seconds
         self._outage_seconds = outage_seconds
@@ -123,7 +128,7 @@ class PatientCaller:
         self._turn_name = turn or f"a turn to call {who}"
         self._turn = asyncio.Lock()  # of the call that begins next
         self._looks = 0
-        """Number of probes, and of checks of calls that wait for their turn."""
+        """Counter of probes of the service, and of checks by calls that wait for their turn."""
         self._open_calls: list[float] = []
         """Monotonic times at which the calls in progress began."""
         self._failures = 0
@@ -133,18 +138,18 @@ class PatientCaller:
         """True if the service was still starting at the last call or probe."""
         self._warned = False
         self._began = 0.0
-        """Monotonic time since which calls are held back."""
+        """Monotonic time since which calls are held back; while they go through, that of the last outage."""
         self._since: float | None = None
         """Monotonic time from which `outage_seconds` counts: later than `_began` if the service was starting. None
         while calls go through."""
         self._answers = asyncio.Event()
-        """Set while calls go through."""
+        """Event that is set while calls go through."""
         self._answers.set()
         self._probing: asyncio.Task[None] | None = None
 
     @property
     def pieces(self) -> int:
-        """A counter of probes and checks, which shows that a caller that waits for the service isn't stuck."""
+        """Counter of probes and checks. While it grows, a caller that waits for the service doesn't count as stuck."""
         return self._looks
 
     @property
@@ -158,25 +163,25 @@ class PatientCaller:
         return f"{self._who} has {len(self._open_calls)} open calls, one for {duration(seconds)}"
 
     async def start(self) -> None:
-        """Probe the service, and hold calls back if it doesn't answer. Raises MismatchError if it speaks another
-        protocol."""
+        """Probe the service, and hold calls back if it doesn't answer. Raises MismatchError if the service speaks
+        another protocol."""
         try:
             await self.probe()
         except UnreachableError as error:
             self._hold_back(error)
 
     def forgive(self) -> None:
-        """Restart the count of `outage_seconds` if the service is away."""
+        """If the service is away, count `outage_seconds` from now on."""
         if self._since is not None:
             self._since = time.monotonic()
 
     def end_probing(self) -> None:
-        """End probing."""
+        """Cancel the task that probes the service."""
         if self._probing is not None:
             self._probing.cancel()
 
     async def call(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of a call, which is repeated as long as it raises UnreachableError.
+        """Make a call, and repeat it as long as it raises UnreachableError. Returns the call's result.
 
         Raises UnreachableError if all ATTEMPTS failed or the service was away for too long, and other errors of `call`.
         """
@@ -229,7 +234,7 @@ class PatientCaller:
         return f"{self._who} does not answer, for {duration(time.monotonic() - since)} now: {self._error}"
 
     def _hold_back(self, error: UnreachableError) -> None:
-        """Hold calls back until a probe reaches the service."""
+        """Hold all calls back, and probe the service until a probe reaches it."""
         if self._since is None:
             self._began = self._since = time.monotonic()
             self._warned = False
@@ -238,7 +243,7 @@ class PatientCaller:
             self._probing = asyncio.create_task(self._probe_until_it_answers())
 
     def _observe(self, error: UnreachableError | MismatchError) -> None:
-        """Record the reason why a call or a probe did not reach the service, and log it once."""
+        """Record why a call or a probe did not reach the service. Logs only the first reason of an outage."""
         starting = isinstance(error, UnreachableError) and error.starting
         if starting and not self._starting:
             _log.info("waiting for %s, which is starting: %s", self._who, error)
@@ -251,7 +256,7 @@ class PatientCaller:
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
-        """Name a wait for the service to do something. Yields a function that updates the wait's text."""
+        """Show the process's wait for the service to do something. Yields a function that updates the wait's text."""
         with waiting("", on=self._on) as wait:
 
             def describe() -> None:
@@ -263,7 +268,7 @@ class PatientCaller:
             yield describe
 
     async def _wait_for_answers(self) -> None:
-        """Wait until calls may go through. Raises UnreachableError once the service has been away for too long."""
+        """Wait until the service answers probes again. Raises UnreachableError once it has been away for too long."""
         if self._since is None:
             return
         with self._waiting("answer") as describe:

@@ -24,19 +24,19 @@ from services.reward.worker_pool import REWARD_OF_RUN, Failure, WorkerPool
 
 
 class Client(Protocol):
-    """Client of one reward service."""
+    """Client of one reward service at an address."""
 
     calls_per_sample: bool
-    """True if `score` takes one sample instead of several of one prompt."""
+    """True if `score` takes a single sample; False if it takes several samples of one prompt."""
 
     async def probe(self) -> None:
-        """Ask whether the service works. Raises UnreachableError, MismatchError."""
+        """Check that the service works. Raises UnreachableError or MismatchError if it doesn't."""
 
     async def score(self, samples: Sequence[RewardInput], seconds: float) -> list[RewardOutput | Failure]:
         """Score samples of one prompt within `seconds`. Raises UnreachableError, MismatchError."""
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections to the service."""
 
 
 def _client(config: RewardConfig) -> Client:
@@ -48,7 +48,8 @@ def _client(config: RewardConfig) -> Client:
 
 
 class RemoteScorer(PatientCaller):
-    """Calls a reward service: limits concurrent calls, repeats those that don't reach it, waits while it is down."""
+    """Scores samples with a reward service: limits concurrent calls, repeats calls that don't reach the service, and
+    waits while it is down."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._client = _client(config)
@@ -64,11 +65,12 @@ class RemoteScorer(PatientCaller):
 
     @property
     def pieces(self) -> int:
-        """A counter of samples, probes and checks, which shows that the replica isn't stuck."""
+        """Counter of samples, probes and checks. While it grows, the replica doesn't count as stuck."""
         return self._scored + super().pieces
 
     async def score(self, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
-        """Score samples of one prompt; the outcomes are in their order. Cancelling this cancels its calls."""
+        """Score samples of one prompt, and return the outcomes in the samples' order. Cancelling this coroutine cancels
+        its calls."""
         asked = [[sample] for sample in samples] if self._client.calls_per_sample else [list(samples)]
         tasks = [asyncio.create_task(self._score(some)) for some in asked]
         try:
@@ -92,7 +94,8 @@ class RemoteScorer(PatientCaller):
 
 
 def of_workers(config: RewardConfig) -> RewardConfig | None:
-    """Return the part of a reward that workers score, without terms at addresses; None if no part remains."""
+    """Return the part of a reward's configuration that workers score, without terms at addresses; None if no part
+    remains."""
     if config.address or not config.calls_services:
         return None if config.address else config
     own = tuple(term.model_copy(update={"only_if": ""}) for term in config.terms if not term.address)
@@ -100,10 +103,11 @@ def of_workers(config: RewardConfig) -> RewardConfig | None:
 
 
 class RemoteTerms:
-    """Calls the services of the terms at addresses, and the pool for the other terms, concurrently."""
+    """Scores a reward with several terms: calls the services of terms at addresses, and concurrently the worker pool
+    for the others."""
 
     def __init__(self, config: RewardConfig, pool: WorkerPool) -> None:
-        """`pool`: workers with the reward `of_workers(config)`. Raises MissingVariableError."""
+        """`pool`: worker pool for the reward `of_workers(config)`. Raises MissingVariableError."""
         self._terms = config.terms
         self._pool = pool
         self._timeout_seconds = config.timeout_seconds
@@ -119,12 +123,12 @@ class RemoteTerms:
         return next((remote.detail for remote in self._remote.values() if remote.detail), "")
 
     async def probe(self) -> None:
-        """Ask whether every service works. Raises UnreachableError, MismatchError."""
+        """Check that every service works. Raises UnreachableError or MismatchError if one doesn't."""
         for remote in self._remote.values():
             await remote.probe()
 
     async def start(self) -> None:
-        """Start the callers of all services. Raises MismatchError."""
+        """Start the clients of all services. Raises MismatchError."""
         for remote in self._remote.values():
             await remote.start()
 
@@ -133,7 +137,7 @@ class RemoteTerms:
             remote.forgive()
 
     async def close(self) -> None:
-        """Close the callers of all services."""
+        """Close the clients of all services."""
         for remote in self._remote.values():
             await remote.close()
 
@@ -163,14 +167,14 @@ class RemoteTerms:
 
 
 def _alone(config: RewardConfig, term: RewardTerm) -> RewardConfig:
-    """Return a term at an address as a separate reward."""
+    """Return the configuration of a reward that consists of one term at an address."""
     own = {name: getattr(term, name) for name in ("address", "address_token", "settings", "key")}
     limits = {name: getattr(config, name) for name in ("timeout_seconds", "max_in_flight", "outage_seconds")}
     return RewardConfig(**own, **limits)
 
 
 PROBE_SECONDS = 5.0
-"""Deadline of a probe, in seconds."""
+"""Deadline of a probe of a reward service, in seconds."""
 VERSION = "is it made from another version of protos/relaxd/v1/remote_reward.proto?"
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -184,11 +188,12 @@ _OPTIONS = [
 ]
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _NO_GRPC = "Failed parsing HTTP/2"
-"""Part of the details of UNAVAILABLE from a server that speaks another protocol."""
+"""Text in the details of status UNAVAILABLE if the server speaks another protocol than gRPC."""
 
 
 class GrpcClient:
-    """Requests the scores of a group's answers in one call. The service gets none of relaxd's tokens."""
+    """Scores a group's samples with one call of a relaxd.v1.RemoteReward service. The service gets none of relaxd's
+    tokens."""
 
     calls_per_sample = False
 
@@ -200,7 +205,7 @@ class GrpcClient:
         self._stub = RemoteRewardStub(self._channel)
 
     async def probe(self) -> None:
-        """Ask whether the service works. Raises UnreachableError, MismatchError."""
+        """Check that the service works. Raises UnreachableError or MismatchError if it doesn't."""
         try:
             await self._stub.ScoreAnswers(pb.ScoreAnswersRequest(), timeout=PROBE_SECONDS, metadata=self._token)
         except grpc.aio.AioRpcError as error:
@@ -248,7 +253,7 @@ class GrpcClient:
         return [self._outcome(score) for score in answer.scores]
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to the service."""
         await self._channel.close(None)
 
     def _request(self, samples: Sequence[RewardInput]) -> pb.ScoreAnswersRequest:

@@ -47,7 +47,8 @@ async def try_reward(
 ) -> dict[str, Any]:
     """Score samples, as many concurrently as there are workers. Returns the program's output.
 
-    Once `max_late` samples took longer than their deadline, those that have not begun are left out; 0: none are.
+    Once `max_late` samples took longer than their deadline, those that have not begun are left out; with 0, all samples
+    are scored.
     """
     judges = ChatCompletions(judge, read_token(variable=JUDGE_KEY)) if judge is not None and judge.address else None
 
@@ -125,14 +126,14 @@ def _described(outcome: RewardOutput | Failure, seconds: float, judge_to_come: b
 
 
 def _sample(line: str) -> RewardInput:
-    """Return a sample from a line of JSON, in which images are base64."""
+    """Return the sample in a line of JSON, which has the fields of RewardInput, with media in base64."""
     fields = json.loads(line)
     media = {name: base64.b64decode(content) for name, content in fields.pop("media").items()}
     return RewardInput(**fields, media=media)
 
 
 def main() -> None:
-    """Run the program."""
+    """Run the trial with the command line's arguments, and print its output."""
     parser = argparse.ArgumentParser(prog="python -m services.reward.reward_trial", description=__doc__)
     parser.add_argument("--config", required=True, help="the run's section [reward] as JSON")
     parser.add_argument("--judge", default="{}", help="the run's section [roles.judge] as JSON")

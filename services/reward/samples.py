@@ -23,7 +23,7 @@ from relaxd.v1.sample_pb2 import FinishReason
 
 
 def samples_of_request(request: ScoreRequest) -> list[RewardInput]:
-    """Return the samples of a valid request."""
+    """Return the samples in a valid ScoreRequest."""
     prompt, prompt_messages = text_and_media(request.prompt, "user")
     answer, answer_messages = text_and_media(request.answer, "assistant")
     metadata = json.loads(request.metadata_json or "{}")
@@ -44,7 +44,7 @@ def samples_of_request(request: ScoreRequest) -> list[RewardInput]:
 
 
 def request_of_samples(reward: str, samples: Sequence[RewardInput]) -> ScoreRequest:
-    """Return the request that scores samples of one prompt."""
+    """Return the ScoreRequest for samples of one prompt."""
     first = samples[0]
     responses = [one.response_messages or [text_message("assistant", one.response)] for one in samples]
     return ScoreRequest(
@@ -106,7 +106,8 @@ def samples_of_columns(columns: dict[str, Column]) -> list[RewardInput]:
 
 
 def _with_environment(samples: list[RewardInput], columns: dict[str, Column]) -> list[RewardInput]:
-    """Return samples with their conversations and the environment's results."""
+    """Return the samples with conversations and environment results from a group's columns. Raises ValueError if a
+    column has a wrong type."""
     rewards = np.asarray(columns[ENVIRONMENT_REWARD]).tolist()
     conversations, info = columns[RESPONSE_MESSAGES], columns[ENVIRONMENT_INFO]
     if not isinstance(conversations, list) or not isinstance(info, dict):

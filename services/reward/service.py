@@ -48,9 +48,9 @@ from services.reward.worker_pool import (
 )
 
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
-"""Pauses before failed samples are scored again (reward.on_failure = "retry")."""
+"""Pauses, in seconds, before failed samples are scored again (reward.on_failure = "retry")."""
 LOG = "RELAXD_LOG"
-"""Environment variable with the path of this process's log, if its supervisor writes one."""
+"""Name of the environment variable with the path of this process's log, if the supervisor writes one."""
 DEFAULT_WORKERS = 2
 """Number of worker processes before the first run; later reward.workers applies."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 class RewardService(StageReplica):
-    """Works on the stage "reward" of a run."""
+    """The reward replica: scores the groups of a run in stage "reward"."""
 
     role = REWARD
     stage = "reward"
@@ -68,19 +68,19 @@ class RewardService(StageReplica):
     def __init__(self, context: ReplicaContext) -> None:
         super().__init__(context)
         self.pool = WorkerPool(DEFAULT_WORKERS, secret_files=context.settings.secret_files)
-        """Pool of worker processes. Each run replaces it with its own."""
+        """Pool of worker processes. Each run replaces it with a new pool."""
         self.timeout_seconds = DEFAULT_TIMEOUT_SECONDS
-        """Deadline of a sample, in seconds."""
+        """Deadline for scoring one sample, in seconds."""
         self.reward_of_run = ""
         """Name of the run's reward; empty without a run."""
         self._remotes: dict[str, RemoteScorer | RemoteTerms] = {}
-        """Clients of rewards that use services at an address, by name of the reward."""
+        """Clients of rewards that use services at addresses, by name of the reward."""
         self._judge: JudgeClient | None = None
-        """Judge of the run, if it has one."""
+        """Client of the run's judge; None if the run has no judge."""
         self._run_id = ""
         self._cache = ScoreCache(0)
         self._last_frames = ""
-        """Frames of the last logged traceback: a traceback with the same frames isn't logged again."""
+        """Stack frames of the last logged traceback; a traceback with the same frames isn't logged again."""
         self.sets: frozenset[str] = frozenset()
         """Names of the run's evaluation sets that have a separate reward."""
 
@@ -89,7 +89,8 @@ class RewardService(StageReplica):
         await super().start_run(config, assignment)
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
-        """Load the run's reward, so that a wrong name fails the start instead of every group."""
+        """Load the run's rewards, so that a wrong name fails the start instead of every group. Returns the function
+        that scores a group, and the maximum number of groups in progress."""
         check_names(config.reward)
         self.reward_of_run = config.reward.shown
         of_sets = {one.name: one.reward for one in sets_of(config) if one.reward is not None}
@@ -124,7 +125,7 @@ class RewardService(StageReplica):
         return process, (config.reward.max_in_flight if config.reward.calls_services else config.reward.workers) + 2
 
     async def _prepare(self, name: str, config: RewardConfig) -> None:
-        """Load a reward, or connect to its service. Raises UnknownRewardError."""
+        """Load a reward in a worker, or connect to its service, or both. Raises UnknownRewardError."""
         of = "" if name == REWARD_OF_RUN else f"{name}: "
         if of_workers(config) is not None and (failure := await self.pool.load(name)):
             raise UnknownRewardError(of + failure.reason)
@@ -137,7 +138,8 @@ class RewardService(StageReplica):
             raise UnknownRewardError(f"{of}{error}") from error
 
     async def load(self, reward: str) -> Failure | None:
-        """Load a reward by its name, or the run's. Returns None if it can be used, else the failure.
+        """Load a reward by its name; "" is the run's reward. Returns None if the reward can be used, otherwise the
+        failure.
 
         Raises WorkerStartError, PoolClosedError.
         """
@@ -145,7 +147,8 @@ class RewardService(StageReplica):
             return None if reward in self._remotes else await self.pool.load(reward)
 
     async def score(self, reward: str, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
-        """Score samples of one prompt. `reward`: name of a reward, "" for the run's, or a result of `reward_of_set`.
+        """Score samples of one prompt. `reward`: name of a reward, "" for the run's reward, or what `reward_of_set`
+        returns.
 
         Raises WorkerStartError, PoolClosedError.
         """
@@ -156,7 +159,8 @@ class RewardService(StageReplica):
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Have this process replaced if the block can't start workers: a new process may be able to."""
+        """If the block raises WorkerStartError, ask for this process to be replaced: a new process may be able to start
+        workers."""
         try:
             yield
         except WorkerStartError as error:
@@ -196,11 +200,13 @@ class RewardService(StageReplica):
         return [*self._remotes.values(), *([] if self._judge is None else [self._judge])]
 
     def pieces(self) -> int:
-        """Return a counter of samples, replies of the judge, and probes of a service that doesn't answer."""
+        """Return a counter of scored samples, judge replies and probes. While it grows, the replica doesn't count as
+        stuck."""
         return self.pool.scored + sum(client.pieces for client in self._clients)
 
     def status(self) -> ServiceStatus:
-        """Return the status; its detail describes an outage of a service, or a slow sample."""
+        """Return the replica's status. Its detail describes a service that doesn't answer, or a sample that takes
+        long."""
         status = super().status()
         for client in self._clients:
             if detail := client.detail:
@@ -259,7 +265,7 @@ class RewardService(StageReplica):
     async def _score_samples(self, config: RewardConfig, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
         """Score the samples of a group, and repeat failed ones if reward.on_failure says so.
 
-        Conversations whose environment failed get 0.
+        Conversations whose environment failed get reward 0.
         """
         whole = [number for number, one in enumerate(samples) if one.finish_reason != "env_failed"]
         if len(whole) < len(samples):
@@ -283,7 +289,7 @@ class RewardService(StageReplica):
 
 
 def reward_of_set(name: str) -> str:
-    """Return the service's name for an evaluation set's separate reward."""
+    """Return the name under which this service keeps an evaluation set's separate reward."""
     return f"the evaluation set {name}"  # no name of a reward: those have a colon, or are bundled
 
 
@@ -292,28 +298,29 @@ def _count(config: RewardConfig, outcome: str, samples: int) -> None:
 
 
 def _or_zero(outcome: RewardOutput | Failure) -> RewardOutput:
-    """Return an outcome with the part `failed`, 1 or 0; a failure gets reward 0."""
+    """Return an outcome with the part `failed`: 0 for a score, 1 for a failure, which gets reward 0."""
     if isinstance(outcome, Failure):
         return RewardOutput(0.0, {"failed": 1.0})
     return RewardOutput(outcome.reward, {**outcome.parts, "failed": 0.0})
 
 
 class ScoreCache:
-    """Scores of the most recently scored samples. Failures aren't stored."""
+    """Cache with the scores of the most recently scored samples. Failures aren't stored."""
 
     def __init__(self, size: int) -> None:
-        """`size`: number of scores to remember; 0: none."""
+        """`size`: number of scores to keep; 0 turns the cache off."""
         self._size = size
         self._scores: OrderedDict[bytes, RewardOutput] = OrderedDict()
         self.hits = 0
-        """Number of samples whose score was in the cache, equal samples of one group included."""
+        """Number of samples that needed no scoring: the score was cached, or an equal sample was in the same call."""
 
     def clear(self) -> None:
-        """Forget every score, because the reward may have been changed."""
+        """Remove all scores, because the reward may have been changed."""
         self._scores = OrderedDict()  # calls in progress keep the old one
 
     async def score(self, samples: Sequence[RewardInput], score: Score) -> Scored:
-        """Return the scores of samples of one prompt; `score` computes the unknown ones, each once."""
+        """Return the scores of samples of one prompt. `score` computes those that aren't cached; equal samples are
+        scored once."""
         if not self._size:
             return await score(samples)
         scores = self._scores
@@ -336,7 +343,8 @@ class ScoreCache:
 
 
 def _key(sample: RewardInput) -> bytes:
-    """Return the digest of a reward's whole input. Messages contain hashes of images."""
+    """Return the digest of everything that a reward gets about a sample, as the key of the cache. Messages contain
+    hashes of images."""
     described = astuple(replace(sample, media={}))
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
 
@@ -392,7 +400,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 def parse_score_request(
     request: reward_pb2.ScoreRequest, has_run: bool, sets: Collection[str] = ()
 ) -> list[RewardInput]:
-    """Return the samples of a request. Raises InvalidArgument naming every wrong field.
+    """Return the samples in a ScoreRequest. Raises InvalidArgument naming every wrong field.
 
     Args:
         request: the request.
@@ -444,7 +452,7 @@ def parse_score_request(
 
 
 def _check_messages(violations: Violations, field: str, messages: Iterable[content_pb2.Message]) -> None:
-    """Add the faults of messages to `violations`."""
+    """Add a violation to `violations` for every invalid part of these messages."""
     for number, message in enumerate(messages):
         for place, part in enumerate(message.content):
             name, kind = f"{field}[{number}].content[{place}]", part.WhichOneof("part")
@@ -458,7 +466,7 @@ def _check_messages(violations: Violations, field: str, messages: Iterable[conte
 
 
 def _nesting(value: Any) -> int:
-    """Return the depth to which lists and objects are nested."""
+    """Return how deep lists and objects are nested in a JSON value; 0 for a scalar."""
     levels, inside = 0, [value]
     while inside := [one for one in inside if isinstance(one, dict | list)]:
         levels += 1

@@ -1,4 +1,5 @@
-"""`python -m services.reward.worker [PLAN]`: encloses itself first, while it has a single thread."""
+"""`python -m services.reward.worker [PLAN]`: starts a reward worker. The process encloses itself first, while it has a
+single thread."""
 
 import os
 import sys
@@ -7,11 +8,12 @@ from dataclasses import replace
 from relaxd.sandbox.enclosure import Measure, Plan, enclose
 
 SOCKET = "RELAXD_CHILD_SOCKET"
-"""Environment variable of relaxd.process.child, which isn't imported here because its imports start threads."""
+"""Name of the environment variable with the worker's socket, as in relaxd.process.child. That module isn't imported
+here because its imports start threads."""
 
 
 def main() -> None:
-    """Serve the pool until its process ends."""
+    """Enclose this process if a plan is given, then serve the worker pool until the process ends."""
     plan, measures = None, list[Measure]()
     if len(sys.argv) > 1:
         plan = Plan.from_json(sys.argv.pop())

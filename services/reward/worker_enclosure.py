@@ -1,5 +1,5 @@
-"""The enclosure of reward workers: rights and environment, from the run's configuration and this service's settings.
-Workers run users' code, so they get no secrets of the service.
+"""The enclosure of reward workers: what they may access, and their environment. Both follow from the run's
+configuration and this service's settings. Workers run users' code, so they get no secrets of the service.
 """
 
 import os
@@ -13,7 +13,7 @@ from relaxd.rpc.service_settings import SECRET_FILES
 from relaxd.sandbox.enclosure import Measure, Plan
 
 NEEDED = ("network", "files", "memory", "processes")
-"""Measures that reward.sandbox = "required" demands, unless the run's settings waive them."""
+"""Names of the measures that reward.sandbox = "required" demands, unless the run's settings waive them."""
 
 
 class MissingPathError(Exception):
@@ -26,7 +26,7 @@ def plan_of(
     secret_files: Sequence[str] = (),
     others: Sequence[RewardConfig] = (),
 ) -> Plan:
-    """Return the plan for workers with this environment.
+    """Return the enclosure plan for workers with this environment.
 
     `config` decides what workers may do; `others` are further rewards that they load. `secret_files` are this service's
     files with secrets, besides those named in its environment.
@@ -50,12 +50,12 @@ def plan_of(
 
 
 def missing_of(measures: Sequence[Measure]) -> list[Measure]:
-    """Return the measures that are needed and don't hold."""
+    """Return the measures that reward.sandbox = "required" demands and that aren't enforced."""
     return [one for one in measures if one.name in NEEDED and not one.by]
 
 
 def describe_enclosure(measures: Sequence[Measure]) -> str:
-    """Describe the enclosure of workers in one line."""
+    """Return one line that says in what workers are limited, and in what they are not."""
     held = ", ".join(f"{one.name} ({one.by})" for one in measures if one.by)
     missing = "; ".join(f"{one.name}: {one.missing}" for one in measures if not one.by)
     return f"reward workers are limited in {held or 'nothing'}" + (f"; not in {missing}" if missing else "")
@@ -82,7 +82,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _with_their_folder(file: str, used: Sequence[str]) -> str:
-    """Return a secret file's folder if only its owner may enter it and no path in `used` is inside; else the file."""
+    """Return a secret file's folder if only its owner may enter it and no path in `used` is inside; otherwise the file
+    itself."""
     folder = os.path.dirname(file)
     try:
         status = os.stat(folder)
@@ -101,7 +102,8 @@ PASSED = frozenset(
         *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TRANSFORMERS_OFFLINE"),
     )
 )
-"""Variables that every worker gets. Proxies are omitted, because their URLs may contain a password."""
+"""Names of the environment variables that every worker gets. Proxies are omitted, because their URLs may contain a
+password."""
 PASSED_PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_")
 
 
@@ -110,7 +112,7 @@ class MissingVariableError(Exception):
 
 
 def worker_environment(variables: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a worker, with further variables (reward.environment).
+    """Return the environment of a worker: the usual variables, and those that reward.environment names.
 
     Raises MissingVariableError when one of `variables` is not set.
     """

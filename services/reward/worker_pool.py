@@ -24,32 +24,32 @@ from services.reward.worker_enclosure import missing_of, plan_of, worker_environ
 
 SHOWN_PROMPT = 80
 REWARD_OF_RUN = ""
-"""Name of the run's reward in the pool; those of evaluation sets have other names."""
+"""Name of the run's reward in the pool. Rewards of evaluation sets have other names."""
 START_SECONDS = 60.0
-"""Deadline, in seconds, of starting a worker."""
+"""Deadline of starting a worker, in seconds."""
 LOAD_SECONDS = 60.0
-"""Deadline, in seconds, of loading a reward, which imports its module."""
+"""Deadline of loading a reward, in seconds. Loading imports the reward's module."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A sample that could not be scored."""
+    """Result of a sample that could not be scored."""
 
     reason: str
-    """Reason, for people."""
+    """Reason for the failure, for people."""
     died: bool = False
-    """True if the worker died during the scoring."""
+    """True if the worker process died while it scored the sample."""
     late: bool = False
-    """True if the scoring exceeded its deadline."""
+    """True if scoring exceeded the sample's deadline."""
     no_judge: bool = False
     """True if the reward asked the judge, but no judge is available here."""
     traceback: str = ""
-    """Traceback of the exception that the reward raised."""
+    """Traceback of the exception that the reward raised; empty without one."""
 
 
 Scored = list[RewardOutput | Failure]
 Score = Callable[[Sequence[RewardInput]], Awaitable[Scored]]
-"""Function that scores samples of one prompt, in order."""
+"""Async function that scores samples of one prompt. Returns the outcomes in the samples' order."""
 
 
 class PoolClosedError(Exception):
@@ -65,14 +65,14 @@ class WorkerStartError(Exception):
 
 @dataclass
 class Running:
-    """Samples of one prompt whose scores are being computed."""
+    """Samples of one prompt that a worker is scoring."""
 
     prompt: str
-    """The text of their prompt, shortened."""
+    """Text of the samples' prompt, shortened."""
     count: int
-    """Number of samples."""
+    """Number of samples that are being scored together."""
     slow_after: float
-    """Seconds after which the samples are slow."""
+    """Seconds after which the scoring is reported as slow."""
     stacks: RewardStacks
     """Stack traces that the worker process has written."""
     deadline: Deadline
@@ -82,12 +82,13 @@ class Running:
 
     @property
     def what(self) -> str:
-        """Description of the scored samples: "a sample", or "a group of 8 samples"."""
+        """Words for what is being scored: "a sample", or "a group of 8 samples"."""
         return "a sample" if self.count == 1 else f"a group of {self.count} samples"
 
     @property
     def seconds(self) -> float:
-        """Seconds so far, without waits for the judge and times in which this process was stopped."""
+        """Seconds that the scoring has taken so far, without waits for the judge and times in which this process was
+        stopped."""
         return self.deadline.seconds
 
     @property
@@ -101,21 +102,21 @@ class Running:
 
 @dataclass
 class _Worker:
-    """A slot for a worker process; empty until first needed, and after its process has died."""
+    """A place for one worker process. It has none until it is first needed, and after its process has died."""
 
     child: Child | None = None
     stacks: RewardStacks = field(default_factory=RewardStacks)
-    """Stack traces that the process has written."""
+    """Stack traces that the worker process has written."""
     questions: Questions | None = None
-    """Forwards the process's questions to the judge."""
+    """Forwards the worker process's questions to the judge."""
     carrying: asyncio.Task[None] | None = None
-    """Task that forwards the questions until the process ends."""
+    """Task that forwards the worker's questions until its process ends."""
     temporary: str = ""
-    """Folder for temporary files of its rewards, if the worker is enclosed."""
+    """Folder for temporary files of the worker's rewards; empty if the worker isn't enclosed."""
     loaded: set[str] = field(default_factory=set)
     running: Running | None = None
     outdated: bool = False
-    """True if its rewards have to be reloaded: the next sample gets a new process."""
+    """True if the worker's rewards must be reloaded. The next sample then gets a new process."""
 
     def kill(self) -> None:
         if self.child is not None:
@@ -129,7 +130,7 @@ class _Worker:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a killed worker, in a thread unless it is empty."""
+    """Remove the temporary folder of a killed worker, in a thread unless the folder is empty."""
     try:
         os.rmdir(folder)
     except OSError:
@@ -137,7 +138,7 @@ def _remove(folder: str) -> None:
 
 
 class WorkerPool:
-    """Scores samples on a fixed number of processes, in the order of the calls. Lives in one event loop."""
+    """Scores samples in a fixed number of worker processes, in the order of the calls. Lives in one event loop."""
 
     def __init__(
         self,
@@ -171,23 +172,24 @@ class WorkerPool:
         self._configs = {name: one.model_dump_json() for name, one in configs.items()}
         self._plan = plan_of(self._config, self._environment, secret_files, list(configs.values()))
         self._forms: dict[str, LoadRewardResponse] = {}
-        """Workers' descriptions of the rewards that they have loaded."""
+        """What workers reported about each reward that they have loaded, by the reward's name."""
         self._workers = [_Worker() for _ in range(workers)]
         self._closed = False
         self.scored = 0
-        """Number of samples that were scored or failed."""
+        """Number of samples that this pool has scored, including failures."""
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._free.put_nowait(worker)
 
     def slowest(self) -> Running | None:
-        """Return the sample whose scoring has taken the longest, if it is slow."""
+        """Return the scoring that has taken the longest, if it is slow; otherwise None."""
         running = [worker.running for worker in self._workers if worker.running is not None]
         slow = [one for one in running if one.seconds > one.slow_after]
         return max(slow, key=lambda one: one.seconds, default=None)
 
     async def load(self, reward: str) -> Failure | None:
-        """Have a worker load a reward, "" for the run's. Returns None if it can be used, else the failure.
+        """Make a worker load a reward; "" is the run's reward. Returns None if the reward can be used, otherwise the
+        failure.
 
         Raises WorkerStartError, PoolClosedError.
         """
@@ -195,7 +197,7 @@ class WorkerPool:
         return answer if isinstance(answer, Failure) else None
 
     def takes_group(self, reward: str) -> bool:
-        """Return whether a loaded reward scores all samples of a group at once."""
+        """Return True if a loaded reward scores all samples of a group at once."""
         return reward in self._forms and self._forms[reward].takes_group
 
     def reload(self) -> None:
@@ -233,7 +235,7 @@ class WorkerPool:
                 task.cancel()
 
     def close(self) -> None:
-        """Kill the processes."""
+        """Kill the worker processes, and let waiting calls fail with PoolClosedError."""
         self._closed = True
         for worker in self._workers:
             worker.kill()
@@ -255,7 +257,7 @@ class WorkerPool:
     async def _request_twice(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
     ) -> list[RewardOutput | Failure] | Failure:
-        """Send a request, and repeat it once if the worker died."""
+        """Let a worker score samples, and repeat this once if the worker died."""
         answer = await self._request(reward, samples, timeout_seconds)
         if isinstance(answer, Failure) and answer.died:
             answer = await self._request(reward, samples, timeout_seconds)
@@ -264,7 +266,7 @@ class WorkerPool:
     async def _request(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
     ) -> list[RewardOutput | Failure] | Failure:
-        """Have a worker load a reward if necessary, and score samples if there are any."""
+        """Let a worker load a reward if necessary, and score samples if there are any."""
         worker = await self._free.get()
         answered = False
         try:
@@ -319,7 +321,7 @@ class WorkerPool:
             self._free.put_nowait(worker)
 
     def _refusal(self) -> str:
-        """Return the reason why the workers' confinement doesn't suffice for reward.sandbox, or "" if it does."""
+        """Return why the workers' enclosure isn't enough for reward.sandbox; "" if it is enough."""
         missing = missing_of(self.enclosure)
         if self._config.sandbox != "required" or not missing:
             return ""
@@ -331,7 +333,8 @@ class WorkerPool:
             raise PoolClosedError("the pool of reward workers was closed")
 
     def _describe_exit(self, error: ChildExited) -> str:
-        """Describe a worker's exit for messages: signal or exit code, and a hint if it ran out of memory."""
+        """Return how a worker's process ended, for messages: signal or exit code, and a hint if it ran out of
+        memory."""
         code = error.exit_code
         reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         if any(name in line for line in error.last_lines[-10:] for name in ("bad_alloc", "MemoryError")):
@@ -339,7 +342,7 @@ class WorkerPool:
         return reason
 
     async def _ready(self, worker: _Worker) -> RewardWorkerStub:
-        """Start a worker unless it runs. Raises WorkerStartError."""
+        """Start the worker's process if none runs or it is outdated. Returns its stub. Raises WorkerStartError."""
         if worker.child is None or not worker.child.alive or worker.outdated:
             worker.kill()
             try:

@@ -30,21 +30,22 @@ _LOOKS_LIKE_NO_NETWORK = (
     *("Network is unreachable", "Network unreachable", "name resolution", "Name or service not known"),
     *("Could not resolve host", "Couldn't connect to server", "Failed to connect to"),
 )
-"""Error texts that indicate a missing network, from libraries and programs without error numbers."""
+"""Texts in errors that mean a missing network. Libraries and programs without error numbers write them."""
 _LOOKS_LIKE_NOT_ALLOWED = (
     *("Permission denied", "Read-only file system", "unable to open database file", "readonly database"),
 )
-"""Error texts that indicate a forbidden file, from sqlite3 and C++ and Rust libraries such as torch and safetensors."""
+"""Texts in errors that mean a forbidden file. sqlite3 and C++ and Rust libraries such as torch and safetensors write
+them."""
 _FILES = (
     "rewards write only temporary files (tempfile), and can't read relaxd's secrets: name what else they write, or its "
     'folder, in reward.writable, or set reward.sandbox = "off"'
 )
 MOST_CAUSES = 20
-"""Maximum number of an error's causes to examine."""
+"""Maximum number of errors that are examined along an error's chain of causes."""
 
 
 def hint(error: BaseException, plan: Plan | None, measures: Sequence[Measure]) -> str:
-    """Return the limit that caused an error, with the setting that changes it; or ""."""
+    """Return which limit of the enclosure caused an error and which setting lifts the limit; "" if none did."""
     if plan is None:
         return ""
     held = {one.name: one.by for one in measures if one.by}
@@ -76,7 +77,7 @@ def _is_refused_file(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """Return an error's text, with the stored output of a failed program, if any."""
+    """Return an error's text; for a failed program, its stored output instead."""
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     said = error.stderr or error.output or ""
@@ -90,7 +91,7 @@ def _is_no_process(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
+    """Yield an error, then its cause, then the cause's cause, at most MOST_CAUSES in all."""
     for _ in range(MOST_CAUSES):
         if error is None:
             return
@@ -99,11 +100,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class JudgeLine:
-    """Sends questions to the service, from any thread, and waits for the replies."""
+    """Sends the rewards' judge questions to the reward service, from any thread, and waits for the replies."""
 
     def __init__(self) -> None:
         self.slow_seconds = 0.0
-        """Seconds after which a reward's stacks are written unless it waits for the judge; 0: never."""
+        """Seconds after which the stack traces of a running reward are written, except while it waits for the judge; 0
+        means never."""
         self._questions: Outbox[pb.CarryQuestionsResponse] = Outbox()
         self._numbers = itertools.count(1)
         self._open: dict[int, Future[pb.CarryQuestionsRequest]] = {}
@@ -130,7 +132,7 @@ class JudgeLine:
         self._questions.put(pb.CarryQuestionsResponse())
 
     async def carry(self, answers: AsyncIterator[pb.CarryQuestionsRequest]) -> AsyncIterator[pb.CarryQuestionsResponse]:
-        """Exchange questions and answers with the service until it ends the call."""
+        """Send questions to the service and receive the replies, until the service ends the call."""
         taking = asyncio.create_task(self._take(answers))
         try:
             async for question in self._questions:
@@ -178,7 +180,7 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
             yield question
 
     def work(self) -> None:
-        """Run tasks until the process ends."""
+        """In the main thread, run tasks that other threads queue, until the process ends."""
         while True:
             task, answer = self._tasks.get()
             answer.set_result(task())
@@ -235,7 +237,7 @@ class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
 
 
 def serve(plan: Plan | None, measures: Sequence[Measure]) -> None:
-    """Serve the pool until its process ends.
+    """Serve the worker pool until the pool's process ends.
 
     Args:
         plan: plan of this process's enclosure; None: it is not enclosed.

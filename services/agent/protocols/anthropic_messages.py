@@ -32,7 +32,7 @@ from services.agent.protocols.protocol import (
 )
 
 ROLES = ("user", "assistant", "system")
-"""Roles of messages."""
+"""Roles that messages of a request may have."""
 SUPPORTED: Supported = {
     "output_format": ((), "ask for the format in a message"),
     "mcp_servers": (([],), "give the model tools"),
@@ -55,7 +55,7 @@ PARTS = Parts(("text",), {"image": (IMAGE, _image)})
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Parse a request. Raises BadRequest, which names the unsupported parameter."""
+    """Parse the JSON body of a request. Raises BadRequest, which names the unsupported parameter."""
     check_supported(asked, SUPPORTED)
     output = asked.get("output_config")
     if isinstance(output, dict) and output.get("format") is not None:
@@ -78,7 +78,7 @@ def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMe
 
 
 def _thread(asked: Mapping[str, Any], stored: StoredMessages) -> Stored:
-    """Return the stored messages that a request continues."""
+    """Return the stored conversation that a request continues; an empty one for a new thread. Raises BadRequest."""
     thread = asked.get("thread", {"type": "create"})
     match thread.get("type") if isinstance(thread, dict) else None:
         case "create":
@@ -163,7 +163,10 @@ def _result(place: str, block: Mapping[str, Any], media: SessionMedia) -> Messag
 
 
 def _blocks(answer: ChatAnswer, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an answer's content blocks. Include thinking only on request, because some programs can't handle it."""
+    """Return an answer's content blocks.
+
+    Thinking is included only if requested, because some programs can't handle it.
+    """
     calls = answer.message.get("tool_calls", [])
     wanted = asked.get("thinking")
     blocks: list[dict[str, Any]] = []
@@ -178,7 +181,7 @@ def _blocks(answer: ChatAnswer, asked: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def message(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the whole answer as one message."""
+    """Return the JSON body of the whole answer: one message."""
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -192,7 +195,7 @@ def message(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an answer as server-sent events."""
+    """Yield an answer as server-sent events, for a streaming request."""
     return named_events(_events(message(answer, asked)))
 
 
@@ -227,7 +230,7 @@ def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def error_body(error: BadRequest) -> dict[str, Any]:
-    """Return an error in Anthropic's form."""
+    """Return the JSON body of an error answer in Anthropic's form."""
     kind = _ERRORS.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 

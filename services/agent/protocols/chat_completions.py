@@ -29,7 +29,7 @@ ROLES: Mapping[str, str] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Roles of messages, and their names in chat templates."""
+"""Roles of messages in requests, with their names in chat templates."""
 SUPPORTED: Supported = {
     "n": ((1,), "ask once for each answer"),
     "tool_choice": (("auto", "none"), 'use "auto" or "none"'),
@@ -63,11 +63,11 @@ def _source(part: Mapping[str, Any]) -> Any:
 
 
 PARTS = Parts(("text",), {name: (kind, _source) for name, (kind, _) in MEDIA_PARTS.items()})
-"""Supported content parts: text and media. Media may also have the form that environments use."""
+"""Supported content parts: text and media. Media may also have the form that relaxd's environments use."""
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Parse a request. Raises BadRequest, which names the unsupported parameter."""
+    """Parse the JSON body of a request. Raises BadRequest, which names the unsupported parameter."""
     check_supported(asked, SUPPORTED)
     messages = [_message(f"messages[{index}]", one, media) for index, one in enumerate(read_list(asked, "messages"))]
     request = request_of(
@@ -127,14 +127,14 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def completion(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the whole answer as one completion."""
+    """Return the JSON body of an answer that isn't streamed."""
     choice = {"index": 0, "message": _wire(answer), "finish_reason": answer.finish_reason, **_ids(answer, asked)}
     whole = {**_head("chat.completion", answer, asked), "choices": [choice], "usage": answer.usage}
     return whole | _prompt_ids(answer, asked)
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an answer as server-sent events."""
+    """Yield an answer as server-sent events, for a streaming request."""
     delta = _wire(answer)
     for index, call in enumerate(delta.get("tool_calls", [])):
         call["index"] = index
@@ -153,7 +153,7 @@ def _head(kind: str, answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, 
 
 
 def _ids(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a choice's fields with log-probs and token ids, in vLLM's form."""
+    """Return the fields of a completion's choice with log-probs and token ids, in vLLM's form."""
     fields: dict[str, Any] = {"logprobs": None}
     if answer.ids and asked.get("logprobs"):
         numbered = [f"token_id:{token}" for token in answer.ids.tokens]
@@ -173,7 +173,7 @@ def _prompt_ids(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, list[
 
 
 def _wire(answer: ChatAnswer) -> dict[str, Any]:
-    """Return the answer's message in OpenAI's form."""
+    """Convert an answer to an assistant message in OpenAI's form."""
     calls = answer.message.get("tool_calls")
     wire: dict[str, Any] = {"role": "assistant", "content": answer.message["content"] or (None if calls else "")}
     if answer.thinking:

@@ -42,7 +42,7 @@ SUPPORTED: Supported = {
     "top_logprobs": ((0,), "relaxd keeps the log-probs"),
 }
 IGNORED_TOOLS = ("namespace", "web_search", "web_search_preview")
-"""Types of tools that some programs offer to every model; they are ignored."""
+"""Types of tools that some programs offer to every model. They are ignored."""
 PARTS = Parts(
     ("input_text", "output_text", "text"),
     {"input_image": (IMAGE, lambda part: part.get("image_url")), "input_audio": (AUDIO, input_audio)},
@@ -51,7 +51,7 @@ PARTS = Parts(
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Parse a request. Raises BadRequest, which names the unsupported parameter."""
+    """Parse the JSON body of a request. Raises BadRequest, which names the unsupported parameter."""
     check_supported(asked, SUPPORTED)
     text = asked.get("text")
     if isinstance(text, dict) and text.get("format") not in (None, {"type": "text"}):
@@ -93,7 +93,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _items(asked: Mapping[str, Any], media: SessionMedia) -> list[Message]:
-    """Convert the input to messages. An assistant's message and the calls after it become one message."""
+    """Convert a request's input to messages. An assistant's message and the tool calls after it become one message."""
     given = asked.get("input")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -140,7 +140,7 @@ def _result(place: str, item: Mapping[str, Any], media: SessionMedia) -> Message
 
 
 def response(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the whole answer as one response."""
+    """Return the JSON body of the whole answer: one response."""
     cut = answer.finish_reason == "length"
     return {
         "id": f"resp_{answer.id}",
@@ -195,7 +195,7 @@ def _output(answer: ChatAnswer) -> list[dict[str, Any]]:
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an answer as server-sent events."""
+    """Yield an answer as server-sent events, for a streaming request."""
     whole = response(answer, asked)
     numbered = ({**event, "sequence_number": number} for number, event in enumerate(_events(whole)))
     return named_events(numbered)

@@ -22,18 +22,18 @@ from services.agent.chat_requests import (
 )
 
 MODEL = "policy"
-"""The endpoint's name for the model; requests may use any name."""
+"""Name of the model at the endpoint. Requests may use any name."""
 _UNIMPORTANT = ("stream", "stream_options")
-"""Parameters that change only the form of an answer; ignored in digests."""
+"""Parameters that change only the form of an answer. Requests' digests ignore them."""
 _INSTEAD = "send video and sound through chat completions (video_url, input_audio)"
 """Advice in errors about video and sound, for protocols that can't send them."""
 
 Supported = Mapping[str, tuple[tuple[Any, ...], str]]
-"""By parameter: the supported values, and advice for other values. null is always supported."""
+"""Supported values of each parameter, and advice for errors about other values. null is always supported."""
 
 
 def error_body(error: BadRequest) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
+    """Return the JSON body of an error answer in OpenAI's form."""
     told = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
     return {"error": told}
 
@@ -43,40 +43,40 @@ class Parts:
     """The types of content parts that a protocol supports."""
 
     texts: Collection[str]
-    """Types of text parts."""
+    """Type names of text parts."""
     media: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Any]]]
-    """By type of media part: kind of media, and a function that returns the part's data URI, or any other value if it
-    has none. The function may raise MediaError for a missing field."""
+    """By type name of a media part: the kind of media, and a function that returns the part's data URI, or any other
+    value if the part has none. The function may raise MediaError for a missing field."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Functions that parse a protocol's requests and make its answers."""
+    """Functions that parse a protocol's requests and build its answers."""
 
     read: Callable[[dict[str, Any], StoredMessages, SessionMedia], ChatRequest]
-    """Parses a request's body without nulls, given the session's stored messages and media. Raises BadRequest, which
-    names the unsupported parameter."""
+    """Function that parses a request's body, from which nulls were removed, given the session's stored messages and
+    media. Raises BadRequest, which names the unsupported parameter."""
     whole: Callable[[ChatAnswer, dict[str, Any]], dict[str, Any]]
-    """Returns the body of an answer to a request's body."""
+    """Function that returns the JSON body of an answer, given the answer and the request's body."""
     events: Callable[[ChatAnswer, dict[str, Any]], Iterable[str]]
-    """Returns the same answer as server-sent events."""
+    """Function that returns an answer as server-sent events, given the answer and the request's body."""
     error: Callable[[BadRequest], dict[str, Any]] = error_body
-    """Returns the body of the answer to a refused request."""
+    """Function that returns the JSON body of the answer to a refused request."""
 
 
 def named_events(events: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield server-sent events named by their types."""
+    """Yield server-sent events; each event's name is the value of its field `type`."""
     for event in events:
         yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
 
 def model_of(asked: Mapping[str, Any]) -> str:
-    """Return the request's name for the model; MODEL by default."""
+    """Return the name by which a request calls the model; MODEL by default."""
     return str(asked.get("model") or MODEL)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Parse a request's body and leave out parameters that are null. Raises BadRequest."""
+    """Parse a request's JSON body, and remove parameters that are null. Raises BadRequest."""
     try:
         asked = parse_json(body)
     except ValueError as error:
@@ -104,17 +104,17 @@ def request_of(
     place: str = "messages",
     kept: Sequence[Message] | None = None,
 ) -> ChatRequest:
-    """Return a request for the next message.
+    """Build a request for the model's next message from the parsed body of a program's request.
 
     Args:
         asked: the request's body.
-        messages: its messages.
-        tools: schemas of its tools.
+        messages: the request's messages.
+        tools: schemas of the request's tools.
         calls: False to leave tool calls in the text.
-        most: names of the parameter for the maximum length; the first one present is used.
+        most: names of the parameter for the maximum length. The first name that the request has is used.
         stop: name of the parameter for strings that end the answer; "" if the protocol has none.
         place: name of the parameter with the messages, for errors.
-        kept: messages to store with the answer.
+        kept: messages to store with the answer; None to store nothing.
 
     Raises BadRequest.
     """
@@ -134,20 +134,20 @@ def request_of(
 
 
 def digest_of(asked: Mapping[str, Any]) -> bytes:
-    """Return a request's digest. Requests that differ only in the answer's form have the same digest."""
+    """Return a digest that identifies repeated requests. Parameters that change only the answer's form are left out."""
     digested = {name: value for name, value in asked.items() if name not in _UNIMPORTANT}
     return hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).digest()
 
 
 def positive(name: str, value: Any) -> int:
-    """Return `value`. Raises BadRequest unless it is a positive integer."""
+    """Return `value` if it is a positive integer, else raise BadRequest, which names the parameter `name`."""
     if type(value) is not int or value < 1:
         raise BadRequest(f"{name} = {shown(value)} must be an integer >= 1", name)
     return value
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """Return a text or a list of texts as a tuple. Raises BadRequest for other values and empty texts."""
+    """Return a string or a list of strings as a tuple. Raises BadRequest for other values and empty strings."""
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
         raise BadRequest(f"{name} = {shown(value)} must be a text, or a list of texts, that aren't empty", name)
@@ -155,7 +155,10 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def read_list(asked: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a parameter. Raises BadRequest unless it is a list with at least one element."""
+    """Return the list that is the parameter `name`.
+
+    Raises BadRequest unless it is a list with at least one element.
+    """
     value = asked.get(name)
     if not isinstance(value, list) or not value:
         raise BadRequest(f"{name} must be a list with at least one message", name)
@@ -163,7 +166,7 @@ def read_list(asked: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def read_content(place: str, content: Any, forms: Parts, media: SessionMedia | None = None) -> Content:
-    """Parse a message's content, a text or a list of parts. Without `media` it must contain no media.
+    """Parse a message's content, a string or a list of parts. If `media` is None, the content must not have media.
 
     Raises BadRequest.
     """
@@ -175,7 +178,7 @@ def read_content(place: str, content: Any, forms: Parts, media: SessionMedia | N
 
 
 def read_part(place: str, part: Any, forms: Parts, media: SessionMedia | None = None) -> dict[str, Any]:
-    """Parse a content part; media become references. Raises BadRequest."""
+    """Parse a content part. A media part becomes a reference to the medium. Raises BadRequest."""
     kind = part["type"] if isinstance(part, dict) and isinstance(part.get("type"), str) else ""
     if media is not None and kind in forms.media:
         of_media, source = forms.media[kind]
@@ -191,7 +194,8 @@ def read_part(place: str, part: Any, forms: Parts, media: SessionMedia | None = 
 
 
 def input_audio(part: Mapping[str, Any]) -> Any:
-    """Return the data URI of a part of OpenAI's type input_audio, or any other value if it has no input_audio object.
+    """Return the data URI of a part of OpenAI's type input_audio, or any other value if the part has no input_audio
+    object.
 
     Raises MediaError if a field is missing.
     """
@@ -207,7 +211,10 @@ def input_audio(part: Mapping[str, Any]) -> Any:
 
 
 def read_functions(tools: Any) -> list[dict[str, Any]]:
-    """Check schemas of functions in the form of chat completions, and return them. Raises BadRequest."""
+    """Check the schemas of a request's tools, which must be functions in chat completions' form, and return them.
+
+    Raises BadRequest.
+    """
     try:
         found = check_tools(tools, "tools: the request has")
     except BadEnvironmentError as error:
@@ -221,7 +228,10 @@ def read_functions(tools: Any) -> list[dict[str, Any]]:
 
 
 def call_of(name: Any, arguments: Any, id_: Any) -> dict[str, Any]:
-    """Return a tool call in the form of chat templates. `arguments` may be JSON text. Raises ValueError if invalid."""
+    """Return a tool call in the form of chat templates. `arguments` is an object or its JSON text.
+
+    Raises ValueError if a part is invalid.
+    """
     read = parse_json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(name, str) or not isinstance(read, dict) or not isinstance(id_, str):
         raise ValueError("a tool call has an id, a name, and arguments that are an object")

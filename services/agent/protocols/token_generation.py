@@ -27,7 +27,7 @@ SUPPORTED_SAMPLING: Supported = {
 
 
 def read_request(asked: dict[str, Any], stored: StoredMessages, media: SessionMedia) -> ChatRequest:
-    """Parse a request. Raises BadRequest, which names the unsupported parameter."""
+    """Parse the JSON body of a request. Raises BadRequest, which names the unsupported parameter."""
     check_supported(asked, SUPPORTED)
     sampling = asked.get(SAMPLING, {})
     if not isinstance(sampling, dict):
@@ -61,7 +61,7 @@ def _token_ids(name: str, value: Any) -> list[int]:
 
 
 def whole(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of the whole answer."""
+    """Return the JSON body of the whole answer."""
     assert answer.ids is not None  # requests ask for them
     pairs = zip(answer.ids.tokens, answer.ids.logprobs, strict=True)
     content: list[dict[str, Any]] = [
@@ -78,7 +78,7 @@ def whole(answer: ChatAnswer, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events(answer: ChatAnswer, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the whole answer as one server-sent event, then the end marker."""
+    """Yield the whole answer as one server-sent event, followed by the end marker "[DONE]"."""
     yield f"data: {json.dumps(whole(answer, asked))}\n\n"
     yield "data: [DONE]\n\n"
 
