@@ -11,15 +11,18 @@ from relaxd.config.section import Section, own_function
 from relaxd.importing import OWN_NAME
 
 BUNDLED_NAME = re.compile(r"[a-z][a-z0-9_]*")
-"""Form of a bundled environment's name."""
+"""Matches the name of a bundled environment."""
 SERVICE = "grpc://"
 """Prefix of the address of an environment that is a service."""
 ADDRESS = re.compile(rf"{SERVICE}[^\s/@:]+:[1-9][0-9]{{0,4}}")
-"""Form of the address of an environment service, such as "grpc://host:50070"."""
+"""Matches the address of an environment service, such as "grpc://host:50070"."""
 
 
 def check_environment(name: str) -> str:
-    """Return an environment's name, or "". Raises ValueError if it doesn't have the form of a name."""
+    """Return `name` if it can name an environment: a bundled one, a class or an address; "" is allowed.
+
+    Raises ValueError for any other text.
+    """
     if not name or BUNDLED_NAME.fullmatch(name) or OWN_NAME.fullmatch(name):
         return name
     if ADDRESS.fullmatch(name) and int(name.rpartition(":")[2]) < 65536:
@@ -77,15 +80,15 @@ class AgentConfig(Section):
     """Maximum number of histories of a program's or a function's sample: each request that doesn't continue one begins
     another, such as a compacted history or a sub-agent's."""
     call_seconds: float = Field(default=30.0, gt=0)
-    """Maximum seconds of a call of the environment; for a function conversation_seconds applies."""
+    """Maximum duration of a call of the environment, in seconds; for a function conversation_seconds applies."""
     conversation_seconds: float = Field(default=1800.0, gt=0)
-    """Maximum seconds of a conversation. Time in which no engine is available doesn't count."""
+    """Maximum duration of a conversation, in seconds. Time in which no engine is available doesn't count."""
     on_failure: Literal["drop", "zero", "mask", "retry"] = "drop"
     """Treatment of a conversation whose environment raised or took too long, or whose program ended with an exit
     code other than 0. drop: drop its group. zero: its reward is 0. mask: its reward is 0, and it isn't trained on.
     retry: repeat it from its beginning, up to max_retries times with growing pauses, then drop its group."""
     max_retries: int = Field(default=3, ge=1)
-    """Maximum repetitions of a failed conversation, with on_failure = "retry"."""
+    """Maximum number of times that a failed conversation is repeated, with on_failure = "retry"."""
     max_sessions: int = Field(default=256, ge=1)
     """Maximum number of concurrent conversations of an agent replica."""
     memory_bytes: int = Field(default=0, ge=0)
@@ -103,7 +106,7 @@ class AgentConfig(Section):
 
     @property
     def shown(self) -> str:
-        """The setting that makes the run's samples conversations, with its value, for messages."""
+        """Text for messages with the setting that makes the samples conversations, such as agent.environment is "…"."""
         if self.command:
             return f"agent.command is {json.dumps(self.command)}"
         if self.function:

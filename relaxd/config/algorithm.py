@@ -20,16 +20,16 @@ class GRPOConfig(NormalizedConfig, ClippedConfig):
     """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), with the usual variants as switches."""
 
     name: Literal["grpo"] = "grpo"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
 
 
 class DrGRPOConfig(ClippedConfig):
     """Dr. GRPO (arXiv 2503.20783): GRPO without its biases to short answers and easy prompts."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     loss_aggregation: Aggregation = "constant_length"
-    """Mean over tokens, as in the other algorithms; the paper divides by a constant."""
+    """Aggregation of the tokens' losses; the default is that of the paper, which divides by a constant."""
 
     @property
     def min_samples(self) -> int:
@@ -40,7 +40,7 @@ class DAPOConfig(NormalizedConfig, ClippedConfig):
     """DAPO (arXiv 2503.14476): GRPO with a higher upper clip, dynamic sampling, token mean and overlong shaping."""
 
     name: Literal["dapo"] = "dapo"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     clip_high: float = Field(default=0.28, gt=0)
     """The probability ratio is clipped above at 1 + clip_high."""
 
@@ -49,46 +49,47 @@ class GSPOConfig(NormalizedConfig, ClippedConfig):
     """Group Sequence Policy Optimization (arXiv 2507.18071): GRPO with the ratio of whole sequences."""
 
     name: Literal["gspo"] = "gspo"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     clip_low: float = Field(default=3e-4, gt=0, lt=1)
     """A sequence's ratio is clipped below at 1 - clip_low. A mean over tokens stays close to 1: GRPO's 0.2 would never
     clip."""
     clip_high: float = Field(default=4e-4, gt=0)
     """A sequence's ratio is clipped above at 1 + clip_high."""
     loss_aggregation: Aggregation = "sample_mean"
-    """Mean over tokens, as in the other algorithms; the paper takes the mean over samples."""
+    """Aggregation of the tokens' losses; the default is that of the paper, the mean over samples."""
 
 
 class SAPOConfig(NormalizedConfig, RatioConfig):
     """Soft Adaptive Policy Optimization (arXiv 2511.20347): GRPO with a smooth gate instead of a clip."""
 
     name: Literal["sapo"] = "sapo"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     tau_positive: float = Field(default=1.0, gt=0)
     """Steepness of the gate for tokens with a positive advantage."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """Steepness of the gate for tokens with a negative advantage: they are cut off sooner."""
+    """Steepness of the gate for tokens with a negative advantage; the higher default cuts them off sooner."""
     loss_aggregation: Aggregation = "sample_mean"
-    """Mean over tokens, as in the other algorithms; the paper takes each sample's mean, then the mean over samples."""
+    """Aggregation of the tokens' losses; the default is that of the paper, the mean over each sample, then over
+    samples."""
 
 
 class CISPOConfig(NormalizedConfig, RatioConfig):
     """CISPO (MiniMax-M1, arXiv 2506.13585): clips the ratio as a weight, so that no token loses its gradient."""
 
     name: Literal["cispo"] = "cispo"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     clip_low: float = Field(default=1.0, gt=0, le=1)
-    """The weight is clipped below at 1 - clip_low. 1 means no lower limit, as in the paper."""
+    """The importance weight is clipped below at 1 - clip_low. 1 means no lower limit, as in the paper."""
     clip_high: float = Field(default=4.0, gt=0)
-    """The weight is clipped above at 1 + clip_high. ScaleRL (arXiv 2510.13786) finds limits from 4 to 8 equally
-    good."""
+    """The importance weight is clipped above at 1 + clip_high. ScaleRL (arXiv 2510.13786) finds limits from 4 to 8
+    equally good."""
 
 
 class RLOOConfig(PolicyGradientConfig):
     """REINFORCE Leave-One-Out (arXiv 2402.14740): each sample's baseline is the mean reward of the others."""
 
     name: Literal["rloo"] = "rloo"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
 
     @property
     def min_samples(self) -> int:
@@ -96,8 +97,8 @@ class RLOOConfig(PolicyGradientConfig):
 
     @property
     def on_policy_only(self) -> str:
-        """Reason why samples must come from the newest weights: the loss has no ratio to an old policy. Empty with a
-        correction."""
+        """Reason why samples must come from the newest weights: the loss has no ratio to an old policy. "" if the
+        configuration has a correction."""
         return "" if self.correction != "none" else 'it has no ratio to an old policy; or set correction = "tis"'
 
 
@@ -107,7 +108,7 @@ class ReinforcePlusPlusConfig(ClippedConfig):
     needs_whole_step: ClassVar[bool] = True
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of later rewards for each trained token in between."""
     drop_zero_variance: bool = False
@@ -121,7 +122,7 @@ class ReinforcePlusPlusBaselineConfig(ClippedConfig):
     needs_whole_step: ClassVar[bool] = True
 
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     kl_estimator: KLEstimator = "k2"
     """Estimator of the KL divergence in the loss; the paper uses k2."""
 
@@ -134,11 +135,11 @@ class OPDConfig(NormalizedConfig, ClippedConfig):
     """On-policy distillation (arXiv 2306.13649): a teacher judges every token that the student writes."""
 
     name: Literal["opd"] = "opd"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     reward_coef: float = Field(default=0.0, ge=0)
-    """Weight of the rewards' advantages, which are GRPO's. 0: distillation only; rewards are still reported."""
+    """Weight of the advantages from rewards, which are GRPO's. 0: distillation only; rewards are still reported."""
     distill_coef: float = Field(default=1.0, ge=0)
-    """Weight of the teacher in the advantages, as in the other algorithms."""
+    """Weight of the teacher's part in the advantages, with the same meaning as in other algorithms."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal. They still have a gradient, which comes from the teacher."""
 
@@ -168,7 +169,7 @@ class PPOConfig(ClippedConfig):
     needs_critic: ClassVar[bool] = True
 
     name: Literal["ppo"] = "ppo"
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of later rewards for each trained token in between."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
@@ -197,26 +198,32 @@ class PPOConfig(ClippedConfig):
 
 
 class OwnConfig(Section):
-    """An algorithm of your own."""
+    """Settings of an algorithm of your own."""
 
     min_samples: ClassVar[int] = 1
     needs_critic: ClassVar[bool] = False
     on_policy_only: ClassVar[str] = ""
 
     name: str
-    """The class, as "package.module:Class". Its module must be in the folder in which the services are started, or on
-    PYTHONPATH."""
+    """The algorithm's class, as "package.module:Class". Its module must be in the folder in which the services are
+    started, or on PYTHONPATH."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the class, which its `Config` declares."""
+    """Settings of the algorithm's class, which the class's `Config` declares."""
 
     @property
     def needs_reference(self) -> bool:
-        """True, because only `Algorithm.needs` knows. A reference service exists if the configuration places one."""
+        """True: the configuration can't tell whether a user's own algorithm needs a reference; `Algorithm.needs` can.
+
+        A reference service exists if the configuration places one.
+        """
         return True
 
     @property
     def needs_teacher(self) -> bool:
-        """True, as for needs_reference. A teacher exists if the configuration names its model."""
+        """True: the configuration can't tell whether a user's own algorithm needs a teacher; `Algorithm.needs` can.
+
+        A teacher exists if the configuration names its model.
+        """
         return True
 
     @field_validator("name")
@@ -229,7 +236,7 @@ class OwnConfig(Section):
 
 
 OWN = "own"
-"""Tag of the section for a user's own algorithm."""
+"""Tag by which pydantic selects `OwnConfig`, the section of a user's own algorithm."""
 BUILT_IN: dict[str, type[PolicyGradientConfig]] = {
     config.model_fields["name"].default: config
     for config in (
@@ -246,12 +253,14 @@ BUILT_IN: dict[str, type[PolicyGradientConfig]] = {
         PPOConfig,
     )
 }
-"""The sections of the algorithms that relaxd has, by name."""
+"""Classes of the [algorithm] section of bundled algorithms, by the algorithm's name."""
 
 
 def tag_of(section: Any) -> str | None:
-    """Return the tag of a section's algorithm: its name, or OWN for a user's class. None if `section` is neither a
-    section nor its table."""
+    """Return the tag by which pydantic selects an [algorithm] section's class: the algorithm's name, or OWN.
+
+    Returns None if `section` is neither a section nor its TOML table.
+    """
     name = section.get("name", "grpo") if isinstance(section, dict) else getattr(section, "name", None)
     return OWN if isinstance(name, str) and ":" in name else name if name is None else str(name)
 
@@ -271,7 +280,7 @@ AlgorithmConfig = Annotated[
     | Annotated[OwnConfig, Tag(OWN)],
     Discriminator(tag_of),
 ]
-"""Section of any algorithm; GRPO's if it has no name."""
+"""Type of the [algorithm] section: the settings of the algorithm that `name` chooses, by default GRPO."""
 
 ALGORITHM = TypeAdapter[AlgorithmConfig](AlgorithmConfig)
-"""Validates an algorithm's section without the rest of the configuration."""
+"""Validates an [algorithm] section without the rest of the configuration."""

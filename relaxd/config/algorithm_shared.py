@@ -17,7 +17,7 @@ StudentLogprobs = Literal["current", "rollout"]
 
 
 class PolicyGradientConfig(Section):
-    """Settings of every algorithm."""
+    """Settings that all bundled algorithms have."""
 
     section: ClassVar[str] = "algorithm"
 
@@ -27,7 +27,7 @@ class PolicyGradientConfig(Section):
     """True if the algorithm trains a critic and the trainer computes advantages from its values."""
 
     name: str = ""
-    """Chooses the algorithm."""
+    """Name of the algorithm, by which a configuration chooses this section."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal and publish the next prompt instead (DAPO's dynamic sampling). With
     mask_truncated, groups whose answers were all cut off are dropped, too."""
@@ -37,7 +37,7 @@ class PolicyGradientConfig(Section):
     overlong_limit: int = Field(default=0, ge=0)
     """Answer length, in tokens, from which the full penalty applies; usually rollout.max_new_tokens."""
     overlong_penalty: float = Field(default=1.0, gt=0)
-    """Largest penalty of overlong shaping."""
+    """Largest penalty of overlong shaping, which is subtracted from the reward."""
     mask_truncated: bool = False
     """Give no advantage to answers that a limit such as rollout.max_new_tokens cut off (DAPO's overlong filtering).
     They still count in their group's mean and in the divisors of the loss."""
@@ -46,30 +46,30 @@ class PolicyGradientConfig(Section):
     by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
     2510.18855)."""
     tis_clip_low: float = Field(default=0.0, ge=0)
-    """Minimum of w with correction = "tis"."""
+    """Minimum of a token's weight w with correction = "tis"."""
     tis_clip: float = Field(default=2.0, gt=0)
-    """Maximum of w with correction = "tis"."""
+    """Maximum of a token's weight w with correction = "tis"."""
     icepop_low: float = Field(default=0.5, ge=0)
-    """With correction = "icepop": leave out tokens with a smaller w (the paper's alpha)."""
+    """With correction = "icepop": leave out tokens whose weight w is smaller than this (the paper's alpha)."""
     icepop_high: float = Field(default=5.0, gt=0)
-    """With correction = "icepop": leave out tokens with a larger w (the paper's beta)."""
+    """With correction = "icepop": leave out tokens whose weight w is larger than this (the paper's beta)."""
     veto_high: float = Field(default=100.0, ge=0)
     """Leave out tokens whose current probability is more than this many times the engine's: a single one could have a
     larger gradient than all other tokens of the step. 0 turns the limit off."""
     veto_low: float = Field(default=0.0, ge=0, lt=1)
     """Leave out tokens whose current probability is less than this share of the engine's."""
     veto_sequences: bool = False
-    """Leave out the whole sequence of a token beyond veto_high or veto_low."""
+    """Leave out the whole sequence if one of its tokens is beyond veto_high or veto_low."""
     opsm_delta: float = Field(default=0.0, ge=0)
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): leave out tokens with a negative advantage in
     sequences whose mean of log(engine's probability / current probability) is above this. 0 turns it off."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference (the initial model) in the loss. With 0 no reference is kept."""
     kl_estimator: KLEstimator = "low_var_kl"
-    """Estimator of the divergence of kl_coef (Schulman 2020, "Approximating KL divergence"); low_var_kl is k3,
-    clamped."""
+    """Estimator of the KL divergence that kl_coef weights (Schulman 2020, "Approximating KL divergence"); low_var_kl is
+    k3, clamped."""
     kl_unbiased: bool = False
-    """Multiply the estimate of kl_coef by the probability ratio to the old policy, so that its gradient is unbiased,
+    """Multiply the KL estimate of kl_coef by the probability ratio to the old policy, so that its gradient is unbiased,
     too (DeepSeek-V3.2, arXiv 2512.02556)."""
     kl_reward_coef: float = Field(default=0.0, ge=0)
     """Subtract this many times the KL divergence to the reference, estimated as the sum of log(student's probability /
@@ -96,15 +96,16 @@ class PolicyGradientConfig(Section):
     the weights at the beginning of the step with roles.teacher.placement = "trainer", and from the engine that
     generated the token with "service", which needs roles.teacher.engine = "megatron"."""
     distill_divergence: Divergence = "reverse_kl"
-    """The divergence of distill_top_k. reverse_kl: KL(student || teacher). forward_kl: KL(teacher || student).
-    jensen_shannon: half of the KL divergences of both to their mean."""
+    """Divergence between student and teacher over distill_top_k's tokens. reverse_kl: KL(student || teacher).
+    forward_kl: KL(teacher || student). jensen_shannon: half of the KL divergences of both to their mean."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus in the loss, which rewards a high entropy of the policy."""
     loss_aggregation: Aggregation = "token_mean"
-    """token_mean: mean over all tokens of the step (DAPO). sample_mean: mean over each sample's tokens, then over
-    samples (GRPO). group_mean: mean over each group's tokens, then over groups. sample_sum: sum over each sample's
-    tokens, then mean over samples. constant_length: that sum divided by constant_length (Dr. GRPO). A sample's tokens
-    are those of all its sequences, so a branched conversation counts once."""
+    """Aggregation of the tokens' losses. token_mean: mean over all tokens of the step (DAPO). sample_mean: mean over
+    each sample's tokens, then over samples (GRPO). group_mean: mean over each group's tokens, then over groups.
+    sample_sum: sum over each sample's tokens, then mean over samples. constant_length: that sum divided by
+    constant_length (Dr. GRPO). A sample's tokens are those of all its sequences, so a branched conversation counts
+    once."""
     constant_length: int = Field(default=1024, ge=1)
     """Divisor of loss_aggregation = "constant_length", in tokens."""
 
@@ -186,7 +187,7 @@ class PolicyGradientConfig(Section):
 
     @property
     def min_samples(self) -> int:
-        """Minimum samples of a group: 2 if samples are compared with each other."""
+        """Minimum number of samples of a group: 2 if the algorithm compares samples with each other, else 1."""
         return 1
 
 
@@ -218,8 +219,8 @@ class ClippedConfig(RatioConfig):
     clip_high: float = Field(default=0.2, gt=0)
     """The probability ratio is clipped above at 1 + clip_high. DAPO (arXiv 2503.14476) uses 0.28."""
     dual_clip: float = Field(default=0.0, ge=0)
-    """With a negative advantage, also clip the ratio above at this (Dual-Clip PPO, arXiv 1912.09729), for
-    example 3. 0 turns it off."""
+    """For tokens with a negative advantage, also clip the probability ratio above at this (Dual-Clip PPO, arXiv
+    1912.09729), for example 3. 0 turns it off."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -233,7 +234,7 @@ class NormalizedConfig(PolicyGradientConfig):
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation."""
     std_epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the standard deviation before dividing."""
+    """Number added to the group's standard deviation before advantages are divided by it."""
 
     @property
     def min_samples(self) -> int:

@@ -1,4 +1,5 @@
-"""Contradictions between settings of different sections. Each is a sentence that names them and says what to do."""
+"""Contradictions between settings of different sections. Each is a sentence that names the settings and says what to
+do."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,11 +12,11 @@ if TYPE_CHECKING:
     from relaxd.config.run import RunConfig
 
 JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
-"""Bundled rewards that use the judge."""
+"""Names of the bundled rewards that use the judge model."""
 
 
 def contradictions(config: "RunConfig") -> Iterator[str]:
-    """Yield every contradiction between sections."""
+    """Yield a sentence for every contradiction between the configuration's sections."""
     for rules in (
         _of_refreshed_models,
         _of_media,

@@ -28,17 +28,17 @@ class CurriculumConfig(Section):
     min_weight: float = Field(default=0.1, gt=0, le=1)
     """With hard and learnable: minimum frequency of a prompt, relative to the highest."""
     min_pass_rate: float = Field(default=0.0, ge=0, le=1)
-    """Leave out prompts as too hard if their pass rate is lower after `tries` tries. 0 leaves out none."""
+    """Pass rate below which a prompt is left out as too hard, after `tries` tries. 0 leaves out none."""
     max_pass_rate: float = Field(default=1.0, ge=0, le=1)
-    """Leave out prompts as solved if their pass rate is higher after `tries` tries. 1 leaves out none."""
+    """Pass rate above which a prompt is left out as solved, after `tries` tries. 1 leaves out none."""
     tries: int = Field(default=2, ge=1)
-    """Scored groups of a prompt before it may be left out."""
+    """Number of scored groups of a prompt before it may be left out."""
     retest: float = Field(default=0.05, ge=0, le=1)
     """Share of the visits to left-out prompts that still take place, because the model has changed since."""
     replay: float = Field(default=0.0, ge=0, lt=1)
-    """Share of all visits that go to a hard prompt from earlier instead of the next prompt."""
+    """Share of all visits that go to an earlier hard prompt instead of the next prompt."""
     replay_below: float = Field(default=0.5, gt=0, le=1)
-    """Maximum pass rate of a hard prompt for replay. Left-out prompts aren't replayed."""
+    """Pass rate up to which an earlier prompt counts as hard and may be replayed. Left-out prompts aren't replayed."""
     memory: int = Field(default=4, ge=1)
     """Approximate number of groups that a pass rate averages: each later group counts 1/memory."""
     min_reward: float = 0.0
@@ -59,12 +59,12 @@ class CurriculumConfig(Section):
 
     @property
     def leaves_out(self) -> bool:
-        """True if prompts may be left out."""
+        """True if the curriculum may leave out prompts because of their pass rates."""
         return self.min_pass_rate > 0 or self.max_pass_rate < 1
 
     @property
     def chooses(self) -> bool:
-        """True if visits may differ from the data's epochs."""
+        """True if the curriculum's visits may differ from the data's epochs."""
         return self.sampler != "uniform" or self.leaves_out or self.replay > 0
 
     @field_validator("sampler")
@@ -106,48 +106,50 @@ class ReasoningGymConfig(Section):
 
 
 SOURCES = ("addition", "files", "jsonl", "reasoning_gym")
-"""The sources that relaxd has."""
+"""Names of relaxd's bundled sources of prompts, for data.source."""
 
 
 class DataSource(Section):
-    """One of several sources of prompts."""
+    """A source of prompts in data.sources, where several sources are mixed."""
 
     path: Path
-    """Like data.path."""
+    """File or folder with the source's prompts, in the forms of data.path."""
     name: str = ""
-    """Name of the source, the default of its prompts' metadata.data_source."""
+    """Name of the source. Prompts without metadata.data_source get this name there."""
     weight: float = Field(default=1.0, gt=0)
-    """Visits to each prompt in an epoch. With 0.5 an epoch visits half of the prompts, and the next epoch the other
-    half."""
+    """Number of visits to each of the source's prompts in an epoch. With 0.5 an epoch visits half of the prompts, and
+    the next epoch the other half."""
     prompt_key: str = ""
-    """Overrides data.prompt_key unless empty."""
+    """Column of the source's prompts; empty: that of data.prompt_key."""
     answer_key: str = ""
-    """Overrides data.answer_key unless empty."""
+    """Column of the source's reference answers; empty: that of data.answer_key."""
     metadata_key: str = ""
     """Overrides data.metadata_key unless empty; "*" means all columns except prompt and answer."""
     tools_key: str | None = None
-    """Overrides data.tools_key if set; empty means that its prompts have no tools."""
+    """Overrides data.tools_key if set; empty means that the source's prompts have no tools."""
     prompt_function: Annotated[str | None, own_function("prompt_function")] = None
-    """Overrides data.prompt_function if set; empty means none. If only prompt_key is set, data.prompt_function doesn't
-    apply."""
+    """Overrides data.prompt_function if set; empty means no function. If only prompt_key is set, data.prompt_function
+    doesn't apply."""
     system_prompt: str | None = None
-    """Overrides data.system_prompt if set; empty means none."""
+    """Overrides data.system_prompt if set; empty means no system prompt."""
     max_new_tokens: int = Field(default=0, ge=0)
-    """Maximum length of answers to its prompts, at most rollout.max_new_tokens; 0 means rollout.max_new_tokens."""
+    """Maximum length of answers to this source's prompts, in tokens, at most rollout.max_new_tokens; 0 means
+    rollout.max_new_tokens."""
     top_p: float = Field(default=0.0, ge=0, le=1)
-    """Nucleus sampling of answers to its prompts; 1 turns it off, 0 means rollout.top_p."""
+    """Nucleus sampling (top-p) of answers to this source's prompts; 1 turns it off, 0 means rollout.top_p."""
     top_k: int | None = Field(default=None, ge=0)
-    """Sample answers to its prompts from the k likeliest tokens; 0 turns it off. Defaults to rollout.top_k."""
+    """Sample answers to this source's prompts from the k likeliest tokens; 0 turns it off. Defaults to
+    rollout.top_k."""
     stop: tuple[str, ...] | None = None
-    """Strings that end answers to its prompts. Defaults to rollout.stop."""
+    """Strings that end answers to this source's prompts. Defaults to rollout.stop."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Token ids that end answers to its prompts. Defaults to rollout.stop_token_ids."""
+    """Token ids that end answers to this source's prompts. Defaults to rollout.stop_token_ids."""
     min_new_tokens: int | None = Field(default=None, ge=0)
-    """Minimum length of answers to its prompts. Defaults to rollout.min_new_tokens."""
+    """Minimum length of answers to this source's prompts, in tokens. Defaults to rollout.min_new_tokens."""
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Sampling parameters that differ from the run's, by name, as JSON values."""
+        """Sampling parameters of the source that differ from the run's, by name, as JSON values."""
         found: dict[str, Any] = {name: value for name in ("max_new_tokens", "top_p") if (value := getattr(self, name))}
         for name in ("top_k", "stop", "stop_token_ids", "min_new_tokens"):
             if (value := getattr(self, name)) is not None:
@@ -167,10 +169,11 @@ class DataConfig(Section):
     section: ClassVar[str] = "data"
 
     source: str
-    """addition: generated sums. files: prompts in files; jsonl: another name for files. reasoning_gym: a task of that
-    package. Or a class of your own, "package.module:Class" or "file.py:Class" (docs/data.md)."""
+    """Source of prompts. addition: generated sums. files: prompts in files; jsonl: another name for files.
+    reasoning_gym: a task of that package. Or a class of your own, "package.module:Class" or "file.py:Class"
+    (docs/data.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a source of your own."""
+    """Keyword arguments of a source class of your own."""
     path: Path | None = None
     """File with prompts (JSON lines, a JSON array, Parquet, Arrow or CSV, by its ending), a folder of such files, a
     folder that the package datasets saved, or a data set of the Hugging Face hub, "owner/name" or
@@ -221,14 +224,14 @@ class DataConfig(Section):
     """Frames per second to take from a video; 0 means the model's rate. A video given as a list of frames is assumed to
     have this rate."""
     video_sound: bool = False
-    """Also give the model a video's own sound, if its file has one: its tokens stand between those of the frames, by
-    time. For models that take video and sound (docs/media.md)."""
+    """Also give the model a video's own sound, if its file has sound. The sound's tokens stand between those of the
+    frames, by time. For models that take video and sound (docs/media.md)."""
     max_video_frames: int = Field(default=0, ge=0)
     """Take at most this many frames from a video, evenly spread over it; 0 means the model's maximum."""
     max_video_tokens: int = Field(default=0, ge=0, le=40_000)
     """Shrink a video's frames until it has at most this many tokens; 0 means the model's maximum."""
     max_audio_seconds: float = Field(default=300.0, gt=0, le=3600)
-    """Maximum length of a sound, which has 13 tokens a second. A longer one is refused, not cut."""
+    """Maximum length of a sound, in seconds; each second takes 13 tokens. A longer sound is refused, not cut."""
     prompt_function: Annotated[str, own_function("data.prompt_function")] = ""
     """Your own function "package.module:function" or "file.py:function", which gets a row as a dict and returns the
     prompt: text, or a list of chat messages. prompt_key isn't read then."""
@@ -238,17 +241,17 @@ class DataConfig(Section):
     system_prompt: str = ""
     """Text of a system message for prompts without one."""
     digits: int = Field(default=2, ge=1, le=6)
-    """Digits of each number of the addition source."""
+    """Number of digits of each number of the addition source."""
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
     """The task of the reasoning_gym source."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of a prompt."""
+    """Maximum length of a prompt, in tokens."""
     overlong: Literal["error", "skip"] = "error"
-    """Treatment of longer prompts: error refuses to start and names the prompt; skip leaves them out and counts
-    them."""
+    """Treatment of prompts longer than max_prompt_tokens: error refuses to start and names the prompt; skip leaves them
+    out and counts them."""
     deduplicate: bool = False
     """Leave out repeated prompts and prompts of evaluation sets, regardless of case and white space. In a source with
-    more than 20,000 prompts, each is compared when its turn comes (docs/data.md)."""
+    more than 20,000 prompts, each prompt is compared when it is visited (docs/data.md)."""
     shuffle: bool = True
     """Shuffle prompts in each epoch, seeded by run.seed."""
     curriculum: CurriculumConfig = CurriculumConfig()

@@ -14,7 +14,7 @@ from relaxd.config.section import Section, own_function
 from relaxd.run_folder import HELD_OUT
 
 MAX_SAMPLES = 1024
-"""Maximum number of answers to a prompt in an evaluation. They are scored together."""
+"""Maximum number of answers to a prompt in an evaluation. All answers to a prompt are scored together."""
 
 
 class EvalSet(Section):
@@ -23,7 +23,7 @@ class EvalSet(Section):
     name: str
     """Name of the set in tables and metrics: lower-case letters, digits, "_", "-" and "."."""
     path: Path | None = None
-    """File or folder with its prompts, as data.path."""
+    """File or folder with the set's prompts, in the forms of data.path."""
     task: str = ""
     """Instead of path: a task of reasoning-gym, such as "spell_backward". Its prompts are generated, with seeds that
     training doesn't use."""
@@ -35,31 +35,31 @@ class EvalSet(Section):
     """Instead of path: a benchmark whose prompts come in a Python package: "humaneval" or "ifbench"
     (docs/evaluation.md)."""
     prompts: int = Field(default=0, ge=0)
-    """Number of prompts, from the first on. 0 means all of a file or benchmark, 100 of a task."""
+    """Number of prompts of the set to use, from the first on. 0 means all of a file or benchmark, 100 of a task."""
     prompt_key: str = ""
-    """Overrides data.prompt_key unless empty."""
+    """Column of the set's prompts; empty: that of data.prompt_key."""
     answer_key: str = ""
-    """Overrides data.answer_key unless empty."""
+    """Column of the set's reference answers; empty: that of data.answer_key."""
     metadata_key: str = ""
     """Overrides data.metadata_key unless empty; "*" means all columns except prompt and answer."""
     tools_key: str | None = None
-    """Overrides data.tools_key if set; empty means that its prompts have no tools."""
+    """Overrides data.tools_key if set; empty means that the set's prompts have no tools."""
     prompt_function: Annotated[str | None, own_function("prompt_function")] = None
-    """Overrides data.prompt_function if set; empty means none. If only prompt_key is set, data.prompt_function doesn't
-    apply."""
+    """Overrides data.prompt_function if set; empty means no function. If only prompt_key is set, data.prompt_function
+    doesn't apply."""
     system_prompt: str | None = None
-    """Overrides data.system_prompt if set; empty means none."""
+    """Overrides data.system_prompt if set; empty means no system prompt."""
     samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    """Answers to each prompt (n)."""
+    """Number of answers to each prompt (n)."""
     k: tuple[int, ...] = ()
     """Values of k for pass@k and maj@k, at most samples_per_prompt; empty means 1, 2, 4, 8 ... up to
     samples_per_prompt."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature; 0 is greedy. Defaults to 0 with one answer per prompt, else to rollout.temperature."""
     top_p: float = Field(default=0.0, ge=0, le=1)
-    """Nucleus sampling; 1 turns it off, 0 means rollout.top_p."""
+    """Nucleus sampling (top-p) of answers; 1 turns it off, 0 means rollout.top_p."""
     top_k: int | None = Field(default=None, ge=0)
-    """Sample from the k likeliest tokens; 0 turns it off. Defaults to rollout.top_k."""
+    """Sample answers from the k likeliest tokens; 0 turns it off. Defaults to rollout.top_k."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of an answer, in tokens; 0 means eval.max_new_tokens."""
     stop: tuple[str, ...] | None = None
@@ -69,21 +69,21 @@ class EvalSet(Section):
     min_new_tokens: int | None = Field(default=None, ge=0)
     """Minimum length of an answer, in tokens. Defaults to rollout.min_new_tokens."""
     reward: str = ""
-    """Name of its reward, as reward.name. Empty: the run's reward with its settings; for a task, the reward
-    reasoning_gym; for a benchmark, the benchmark's own reward."""
+    """Name of the set's reward, in the form of reward.name. Empty: the run's reward with its settings; for a task, the
+    reward reasoning_gym; for a benchmark, the benchmark's own reward."""
     reward_settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of its reward, as reward.settings."""
+    """Settings of the set's reward, in the form of reward.settings."""
     reward_key: str = ""
-    """Key of its reward in mappings, as reward.key."""
+    """Key of the set's reward in mappings that a reward returns, like reward.key."""
     reward_address: Annotated[str, AfterValidator(partial(check_address, token_setting="reward_address_token"))] = ""
     """Address of your own reward service, in place of `reward`, like reward.address."""
     reward_address_token: TokenVariable = ""
-    """With reward_address: like reward.address_token."""
+    """With reward_address: environment variable with the service's token, like reward.address_token."""
     environment: Annotated[str, AfterValidator(check_environment)] = ""
     """Environment of the set's conversations, in the form of agent.environment; empty: the run's."""
     environment_settings: dict[str, Any] | None = None
-    """Settings of its environment, as agent.settings. Defaults to agent.settings if the environment is the run's, else
-    to none."""
+    """Settings of the set's environment, in the form of agent.settings. Defaults to agent.settings if the environment
+    is the run's, else to none."""
     right_from: float = 1.0
     """Minimum reward of an answer that counts as right for pass@k and maj@k."""
 
@@ -138,7 +138,8 @@ class EvalSet(Section):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Values of k for pass@k and maj@k, ascending."""
+        """Values of k for pass@k and maj@k, ascending: the setting `k`, or else 1, 2, 4, 8 ... up to
+        samples_per_prompt."""
         n = self.samples_per_prompt
         return tuple(sorted(set(self.k))) or tuple(2**power for power in range(n.bit_length()) if 2**power <= n)
 
@@ -158,8 +159,8 @@ class EvalConfig(Section):
     after: bool = True
     """Evaluate after the last step."""
     interval: int = Field(default=0, ge=0)
-    """Steps between evaluations during training, which use the engines' current weights, even if these change
-    meanwhile; 0 turns them off."""
+    """Number of steps between evaluations during training; 0 turns these evaluations off. They use the engines' current
+    weights, even if the weights change meanwhile."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of an answer, in tokens; 0 means rollout.max_new_tokens."""
     engine_share: float = Field(default=1.0, gt=0, le=1)

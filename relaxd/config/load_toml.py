@@ -25,7 +25,7 @@ ALMOST_EQUAL = 0.85
 """Minimum similarity, from 0 to 1, at which a wrong name counts as a typo, not as another framework's name."""
 
 SYNONYMS = {"every": "interval", "interval": "every"}
-"""Synonyms that different sections use for the number of steps between two events."""
+"""Synonyms of setting names that different sections use for the number of steps between two events."""
 
 _PENALTY = (
     "there are no penalties: tokens would be sampled from another distribution than the one whose log-probs are trained"
@@ -40,11 +40,11 @@ REFUSED = {
     ("data", "frequency_penalty"): _PENALTY,
     ("data", "temperature"): "all sources have rollout.temperature, at which the trainer computes log-probs",
 }
-"""Reasons why relaxd lacks a setting, by its first section and its name."""
+"""Reasons why relaxd lacks a setting, by the setting's first section and its last name."""
 
 
 def suggest(place: Place, algorithm: str = "") -> str:
-    """Suggest what an unknown setting means: its equivalent here, the nearest name, or all names of its section.
+    """Suggest what an unknown setting means: its equivalent in relaxd, the nearest name, or all names of its section.
 
     `algorithm` is the tag of the run's algorithm (`relaxd.config.algorithm.tag_of`): each algorithm has other settings.
     """
@@ -54,8 +54,7 @@ def suggest(place: Place, algorithm: str = "") -> str:
 
 
 def elsewhere(place: Place) -> str:
-    """Return the meaning of an unknown setting in another framework, and its equivalent here; empty if there is
-    none."""
+    """Return what an unknown setting means in another framework, and its equivalent in relaxd; "" if there is none."""
     if (found := find(place)) is None or _is_ours(place):
         return ""
     framework, name, equivalent = found
@@ -65,14 +64,15 @@ def elsewhere(place: Place) -> str:
 
 
 def is_elsewhere(place: Place) -> bool:
-    """Return True if another framework has this setting, and no section here is spelled almost like its first
+    """Return True if another framework has this setting, and no relaxd section has a name like the setting's first
     section."""
     near = difflib.get_close_matches(place[0], [section[0] for section in sections()], n=1, cutoff=ALMOST_EQUAL)
     return not near and find(place) is not None
 
 
 def find(place: Place) -> tuple[str, str, Equivalent] | None:
-    """Find a setting of another framework. Returns framework, name there, and equivalent; None if none has it.
+    """Find a setting of another framework. Returns the framework, the setting's name there, and its equivalent in
+    relaxd; None if no framework has it.
 
     A name matches in any section ("trainer.num_generations"), without its first sections ("rollout.n"), and as a flag
     or a path ("rollout.stop" is --rollout-stop).
@@ -90,12 +90,12 @@ def find(place: Place) -> tuple[str, str, Equivalent] | None:
 
 
 def homes(name: str) -> list[Place]:
-    """Return the places of all settings with this last name."""
+    """Return the places of all settings whose last name, after the sections, is `name`."""
     return [place for place in settings() if place[-1] == name]
 
 
 def _of_others(place: Place, algorithm: str) -> str:
-    """Return which other algorithms have this setting; empty if none has it."""
+    """Return a sentence that names the other algorithms with this setting; "" if no algorithm has it."""
     others = [name for name in (*BUILT_IN, OWN) if place in settings(name)]
     if not others:
         return ""
@@ -107,7 +107,7 @@ def _parts(name: str) -> Place:
 
 
 def _is_ours(place: Place) -> bool:
-    """Return True for a misspelt name of this section, and for a name that another section has."""
+    """Return True if the name is a misspelt name of its section, or the name of a setting in another section."""
     slip = difflib.get_close_matches(place[-1], _siblings(place), n=1, cutoff=ALMOST_EQUAL)
     return bool(slip) or (place[:-1] in sections() and bool(homes(place[-1])))
 
@@ -135,27 +135,27 @@ def _nearest(place: Place, algorithm: str) -> str:
 
 
 MAX_CHARACTERS = 1 << 18
-"""Maximum characters of a configuration. Prompts, rewards and long templates belong in separate files."""
+"""Maximum length of a configuration, in characters. Prompts, rewards and long templates belong in separate files."""
 MAX_SETTINGS = 10_000
 MAX_NAME = 200
-"""Maximum characters of a key."""
+"""Maximum length of a TOML key, in characters."""
 MAX_DEPTH = 32
-"""Maximum nesting of tables and lists; relaxd's own settings have five levels."""
+"""Maximum nesting depth of tables and lists in a configuration. relaxd's own settings have five levels."""
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]+|"[^"\n]{0,99}"|'[^'\n]{0,99}')[ \t]*\.[ \t]*){33}""")
 _LONG_NUMBER = re.compile(r"(?<!\w)(0x)?[0-9a-fA-F_]{3500,}")
 MAX_PROBLEMS = 50
 MAX_SHOWN = 100
-"""Maximum characters of a wrong line or name that an error shows or compares."""
+"""Maximum length of a wrong line or name that an error shows or compares, in characters."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a configuration."""
+    """A mistake in a configuration."""
 
     setting: str
     """Dotted name of the setting, such as "rollout.top_p"; empty for the whole configuration."""
     message: str
-    """The mistake and its remedy."""
+    """What is wrong with the setting, and what to do."""
     source: str = ""
     """Origin of the setting: "FILE line 12" or "--rollout.top_p"; empty if it was not set."""
 
@@ -198,7 +198,7 @@ def load(toml_text: str, overrides: Sequence[str] = (), *, name: str = "configur
 
 
 def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """`load` the file at `path`. Raises `ConfigError`, also when the file can't be read."""
+    """Load the configuration file at `path`, as `load` does. Raises `ConfigError`, also when the file can't be read."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)  # enough to see that it is too long
@@ -229,7 +229,7 @@ def override(name: str, value: Any) -> str:
 
 
 def explain(error: ValidationError, section: Place = ()) -> list[Problem]:
-    """Convert pydantic's errors in one section, such as ("algorithm",), to problems."""
+    """Convert pydantic's validation errors in a section, such as ("algorithm",), to `Problem`s."""
     return [
         problem
         for details in error.errors()
@@ -251,7 +251,7 @@ class LimitError(ValueError):
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises LimitError, TOMLDecodeError."""
+    """Parse a configuration's TOML. Raises LimitError if it exceeds a limit, TOMLDecodeError if it isn't TOML."""
     if len(text) > MAX_CHARACTERS:
         raise LimitError(f"has more than {MAX_CHARACTERS:,} characters: prompts and long texts belong into files")
     if text.count("=") > MAX_SETTINGS:
@@ -296,7 +296,7 @@ def _check_limits(data: dict[str, Any]) -> None:
 
 
 def _lines(text: str) -> Iterator[tuple[Place, int]]:
-    """Yield (place, line number) of every table header and key, for TOML with one key per line."""
+    """Yield the place and the line number of every table header and key, for TOML with one key per line."""
     table: Place = ()
     closing = ""  # the quotes that end the multi-line text we are in
     for number, line in enumerate(text.splitlines(), start=1):
@@ -368,7 +368,8 @@ def _override_value(place: Place, text: str) -> Any:
 
 
 def _set(data: dict[str, Any], place: Place, value: Any, option: str) -> None:
-    """Set the value at a path. A number in the path is an index in a list of tables: ("eval", "sets", "0", "k")."""
+    """Set the value at a path of a tree of tables. A number in the path is an index in a list of tables: ("eval",
+    "sets", "0", "k")."""
     table: Any = data
     for depth, part in enumerate(place[:-1], start=1):
         if isinstance(table, dict):
@@ -395,7 +396,8 @@ def _no_entry(place: Place, entries: Sequence[Any], option: str) -> ConfigError:
 
 
 def _shown(error: ValidationError, sources: Mapping[Place, str]) -> list[Problem]:
-    """Convert at most MAX_PROBLEMS errors, because each conversion compares with the names of all settings."""
+    """Convert validation errors to problems, at most MAX_PROBLEMS: each conversion compares with the names of all
+    settings."""
     found = (one for details in error.errors() for one in _problems(details, sources))
     problems = list(islice(found, MAX_PROBLEMS))
     if next(found, None) is not None:
@@ -404,8 +406,8 @@ def _shown(error: ValidationError, sources: Mapping[Place, str]) -> list[Problem
 
 
 def _problems(details: ErrorDetails, sources: Mapping[Place, str]) -> list[Problem]:
-    """Convert an error to problems: one or, for an unknown section with settings of other frameworks, one per
-    setting."""
+    """Convert a validation error to problems. An unknown section that holds settings of other frameworks gives a
+    problem for each setting, any other error a single problem."""
     place, algorithm = tuple(str(part) for part in details["loc"]), ""
     if place[:1] == ("algorithm",) and place[1:2] and place[1] in (*BUILT_IN, OWN):
         # pydantic names the chosen algorithm in between.
@@ -430,7 +432,8 @@ def _unknown(place: Place, what: str, source: str, algorithm: str = "") -> Probl
 
 
 def _source(place: Place, sources: Mapping[Place, str]) -> str:
-    """Return the origin of a setting or section; if unknown, of a setting within it, else of its section."""
+    """Return where a setting or section was set ("FILE line 12"). If unknown, return the origin of a setting within it,
+    or else of its section."""
     if place in sources:
         return sources[place]
     if within := next((source for known, source in sources.items() if known[: len(place)] == place), ""):
@@ -439,7 +442,7 @@ def _source(place: Place, sources: Mapping[Place, str]) -> str:
 
 
 def _source_of_rule(message: str, place: Place, sources: Mapping[Place, str]) -> str:
-    """Return the origin of the first setting that a message names; if it names none, of the section at `place`."""
+    """Return where the first setting that a message names was set; if the message names none, where `place` was set."""
     # A list's entry, such as tracking.trackers.0, has the line of its list.
     named = (tuple(re.sub(r"\.\d+$", "", name).split(".")) for name in re.findall(r"\b[a-z_]+(?:\.\w+)+", message))
     return next((sources[one] for one in named if one in sources), _source(place, sources))

@@ -18,27 +18,27 @@ from relaxd.redis_client import parse as parse_redis_url
 from relaxd.redis_client import where
 
 LARGE_COLUMN_BYTES = 64 << 10
-"""Default of board.large_column_bytes."""
+"""Default of board.large_column_bytes, the minimum size of a large column, in bytes."""
 
 EXPERTS = 128
 """Number of experts per layer among which the scripted engine chooses."""
 
 
 class BoardConfig(Section):
-    """The sample board: staleness, leases, limits."""
+    """Settings of the sample board: staleness of samples, leases of groups, and limits."""
 
     max_staleness: int = Field(default=1, ge=0)
-    """Maximum versions between the weights that generated a token and those that train on it. 0 is strictly
-    on-policy."""
+    """Maximum number of versions by which the weights that generated a token may be older than those that train on it.
+    0 is strictly on-policy."""
     oversample: float = Field(default=1.0, ge=1.0)
-    """Publish this many times the groups that a step needs."""
+    """Number of groups to publish for a step, relative to the number that the step trains on."""
     lease_seconds: float = Field(default=30.0, gt=0)
     """Seconds after which a group is redelivered if its holder has not renewed the lease."""
     max_deliveries: int = Field(default=5, ge=1)
     """Maximum deliveries of a group to a stage. A group that exceeds it is poison: dropped, counted, recorded for
     inspection."""
     max_retries: int = Field(default=2, ge=0)
-    """Maximum times to publish the prompt of a stale group again."""
+    """Maximum number of times that the prompt of a stale group is published again."""
     max_consecutive_drops: int = Field(default=0, ge=0)
     """Pause the run when more groups than this fail without a trained step in between. 0 means two steps' groups, but
     at least 64. Groups that the algorithm filters do not count."""
@@ -91,8 +91,8 @@ class HealthConfig(Section):
     max_sync_failures: int = Field(default=4, ge=1)
     """Number of consecutive failed weight synchronisations after which an engine is restarted."""
     restart_timeout_seconds: float = Field(default=30.0, gt=0)
-    """Seconds for a replica to register again after its death or restart. Then its launcher restarts it. The time
-    doubles with each restart, up to role_timeout_seconds."""
+    """Seconds that a replica has to register again after its death or restart. After that, its launcher restarts it.
+    The time doubles with each restart, up to role_timeout_seconds."""
     max_restarts: int = Field(default=3, ge=1)
     """Maximum restarts of a replica within restart_window_seconds, and maximum consecutive attempts to restart it."""
     restart_window_seconds: float = Field(default=600.0, gt=0)
@@ -102,26 +102,28 @@ class HealthConfig(Section):
     """Pause, in seconds, before a replica's second restart within the window, and between two rebuilds of a role. It
     doubles each time."""
     role_timeout_seconds: float = Field(default=300.0, gt=0)
-    """Seconds without replicas after which a role is rebuilt, as it is if all its replicas exceeded max_restarts."""
+    """Seconds without replicas after which a role is rebuilt. A role is also rebuilt if all its replicas exceeded
+    max_restarts."""
     max_rebuilds: int = Field(default=2, ge=0)
     """Maximum rebuilds of a role without a committed step in between; one more fails the run."""
 
 
 FEWEST_PORTS = 2
-"""Minimum number of ports for a trainer besides its service's: its ranks' and the weight group's rendezvous."""
+"""Minimum number of ports for a trainer, besides its service's port: for the rendezvous of its ranks and of the weight
+group."""
 
 
 CPU_TRANSPORTS = ("gloo", "gloo_chain")
-"""Values of weights.transport that are for engines on CPUs."""
+"""Values of weights.transport for engines on CPUs."""
 
 
 class WeightsConfig(Section):
-    """Weight synchronisation."""
+    """Synchronisation of weights from the trainer to the engines."""
 
     transport: Literal["gloo", "gloo_chain", "nccl", "cuda_ipc"] = "gloo"
-    """gloo: between CPUs. gloo_chain: the same, but each engine passes the weights on to the next one, which is faster
-    where many hosts have slow links (docs/weights.md). nccl: between GPUs. cuda_ipc: between trainer and engines that
-    share GPUs (run.colocate)."""
+    """Transport of the weights. gloo: between CPUs. gloo_chain: the same, but each engine passes the weights on to the
+    next one, which is faster where many hosts have slow links (docs/weights.md). nccl: between GPUs. cuda_ipc: between
+    trainer and engines that share GPUs (run.colocate)."""
     interval: int = Field(default=1, ge=1)
     """Send new weights to the engines after every `interval` steps, and after the last one. When an engine joins, it
     and all others get the newest weights. At most board.max_staleness + 1, or steps would lack groups that are fresh
@@ -130,28 +132,29 @@ class WeightsConfig(Section):
     """Ports on which the trainer's ranks and the weight group meet, such as "29500-29599"; empty: any free ones. gloo
     and NCCL choose the ports of the connections between ranks themselves (docs/deploy.md)."""
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Bytes of a bucket of tensors: one bucket is sent while the next is gathered."""
+    """Size of a bucket of tensors, in bytes: a bucket is sent while the next is gathered."""
     timeout_seconds: float = Field(default=30.0, gt=0)
-    """Abort a broadcast that takes longer, in seconds, and repeat it without the late engines."""
+    """Seconds after which a broadcast of weights is aborted and repeated without the late engines."""
     connect_timeout_seconds: float = Field(default=10.0, gt=0)
-    """Deadline for connecting a weight group, in seconds."""
+    """Deadline for connecting the processes of a weight group, in seconds."""
     verify: Literal["first", "always", "never"] = "first"
     """Compare a checksum of every tensor between trainer and engine: at an engine's first synchronisation with a
     trainer, always or never. An engine whose values differ does not serve and is synchronised again. With always,
     samples have receipts, and groups written by weights that were never sent are dropped (docs/weights.md).
     """
     pause: Literal["in_place", "retract", "abort", "drain"] = "in_place"
-    """Running requests during a synchronisation: in_place keeps them and their key-value cache, retract keeps their
-    tokens and recomputes the cache under the new weights (sglang), abort ends them, drain waits for them."""
+    """Treatment of running requests during a synchronisation: in_place keeps them and their key-value cache, retract
+    keeps their tokens and recomputes the cache under the new weights (sglang), abort ends them, drain waits for them.
+    """
 
     @property
     def has_receipts(self) -> bool:
-        """True if each sample names the weights that wrote it."""
+        """True if samples have receipts, which name the weights that wrote each sample."""
         return self.verify == "always"
 
     @property
     def port_range(self) -> range | None:
-        """The ports to listen on; None: any."""
+        """Ports on which the trainer's ranks and the weight group meet; None: any free ports."""
         if not self.ports:
             return None
         first, last = map(int, self.ports.split("-"))
@@ -184,37 +187,38 @@ class RehearsalConfig(Section):
     """Speeds and lengths that `relaxd rehearse` assumes (docs/rehearse.md). Other runs ignore them."""
 
     median_tokens: int = Field(default=0, ge=0)
-    """Median length, in tokens, of an answer or, in conversations, of a message of the model. Lengths are log-normal,
-    cut off at rollout.max_new_tokens. 0 means an eighth of that limit, in conversations divided by turns."""
+    """Median length, in tokens, of an answer; in conversations, of a message of the model. Lengths are log-normal, cut
+    off at rollout.max_new_tokens. 0 means an eighth of that limit, in conversations divided by turns."""
     spread: float = Field(default=1.0, ge=0)
-    """Standard deviation of the logarithm of lengths, turns and tool_seconds: with 1.0, one answer in six is longer
-    than 2.7 medians."""
+    """Standard deviation of the logarithm of answer lengths, turns and tool_seconds: with 1.0, one answer in six is
+    longer than 2.7 medians."""
     turns: int = Field(default=4, ge=1)
-    """Median number of the model's messages in a conversation (section agent), which is cut off at agent.max_turns."""
+    """Median number of the model's messages in a conversation (section agent). Conversations are cut off at
+    agent.max_turns."""
     tool_seconds: float = Field(default=1.0, ge=0)
     """Median seconds in which the environment, or a program's tool, answers a message."""
     observation_tokens: int = Field(default=200, ge=1)
-    """Approximate tokens of an answer of the environment or a tool; in runs whose conversations may have media, of an
-    image, a video or a sound."""
+    """Approximate number of tokens of an answer of the environment or a tool. In runs whose conversations may have
+    media, also of an image, a video or a sound."""
     tokens_per_second: float = Field(default=3000.0, gt=0)
     """Tokens per second that one rollout replica generates when it has many samples in progress."""
     sample_tokens_per_second: float = Field(default=60.0, gt=0)
-    """Maximum tokens per second of one sample, however few are in progress."""
+    """Maximum tokens per second that are generated for a sample, however few samples are in progress."""
     train_tokens_per_second: float = Field(default=50_000.0, gt=0)
     """Tokens per second that the whole trainer trains, forward and backward. Forward passes alone are three times as
     fast."""
     update_seconds: float = Field(default=1.0, ge=0)
     """Seconds that an optimizer update takes."""
     sync_seconds: float = Field(default=2.0, ge=0)
-    """Seconds until the weights have reached all engines."""
+    """Seconds that a weight synchronisation takes, until all engines have the new weights."""
     tensors: int = Field(default=400, ge=1)
-    """Number of tensors of the model, whose list every engine gets when a weight group forms."""
+    """Number of tensors of the model. When a weight group forms, every engine gets the list of these tensors."""
     moe_layers: int = Field(default=0, ge=0)
     """Number of layers with experts, for rollout.return_routed_experts and trainer.routing_replay."""
     experts_per_token: int = Field(default=0, ge=0)
     """Number of experts per token in each layer with experts."""
     reward_seconds: float = Field(default=0.0, ge=0)
-    """Seconds that the reward of a sample takes."""
+    """Seconds that it takes to compute the reward of a sample."""
     success: float = Field(default=0.5, ge=0, le=1)
     """Share of samples with reward 1; all others get 0."""
     redis_bytes: int = Field(default=64 << 30, ge=1 << 20)
@@ -222,7 +226,8 @@ class RehearsalConfig(Section):
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Number of layers with experts, and of a token's experts in each; (0, 0) for a model without experts."""
+        """Number of layers with experts, and number of experts per token in each such layer; (0, 0) for a model without
+        experts."""
         return self.moe_layers, self.experts_per_token
 
 
@@ -231,7 +236,7 @@ RULES = (
     "entropy < 0.1 x highest over 20 steps",
     "tokens_per_second < 0.5 x highest over 20 steps",
 )
-"""Rules of a run without rules in its configuration. A healthy run of any task stays far from their limits."""
+"""Default alarm rules on metrics (alerts.rules). A healthy run of any task stays far from their limits."""
 
 
 class AlertsConfig(Section):
@@ -252,8 +257,8 @@ class AlertsConfig(Section):
     time_zone: str = ""
     """Time zone of the quiet hours, such as "Europe/Berlin". By default that of the coordinator's machine."""
     repeat_seconds: float = Field(default=3600.0, ge=0)
-    """Minimum seconds between notifications that the same alarm began; if it begins again sooner, neither that nor its
-    end is notified."""
+    """Minimum seconds between two notifications that the same alarm began. If the alarm begins again sooner, neither
+    this beginning nor its end is notified."""
 
     def problems(self) -> Iterator[str]:
         for number, rule in enumerate(self.rules):
@@ -279,7 +284,7 @@ class AlertsConfig(Section):
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "clearml", "trackio")
-"""The bundled trackers."""
+"""Names of the bundled trackers."""
 
 
 class TrackingConfig(Section):
@@ -298,21 +303,21 @@ class TrackingConfig(Section):
     name: str = ""
     """Name of the run in W&B, MLflow, ClearML and Trackio. By default the run's id."""
     samples: bool = True
-    """Also show the samples that the run keeps (telemetry.samples_per_step)."""
+    """Also show the samples that the run keeps (telemetry.samples_per_step) in the trackers."""
     wandb_mode: Literal["online", "offline"] = "online"
-    """online: send to W&B, with the key WANDB_API_KEY of the coordinator's environment. offline: write files into the
-    run's folder, which `wandb sync` sends later."""
+    """Mode of W&B. online: send to W&B, with the key WANDB_API_KEY of the coordinator's environment. offline: write
+    files into the run's folder, which `wandb sync` sends later."""
     wandb_entity: str = ""
-    """User or team of W&B. By default that of the key."""
+    """User or team of W&B. By default the owner of the key."""
     mlflow_url: str = ""
     """Address of the MLflow server, such as "http://mlflow:5000". Its secrets are in the coordinator's environment:
     MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
     clearml_mode: Literal["online", "offline"] = "online"
-    """online: send to the ClearML server that clearml.conf or CLEARML_API_HOST, CLEARML_API_ACCESS_KEY and
-    CLEARML_API_SECRET_KEY of the coordinator's environment name. offline: write files into the run's folder, which
+    """Mode of ClearML. online: send to the ClearML server that clearml.conf or CLEARML_API_HOST, CLEARML_API_ACCESS_KEY
+    and CLEARML_API_SECRET_KEY of the coordinator's environment name. offline: write files into the run's folder, which
     `Task.import_offline_session` sends later."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings for trackers of your own. relaxd passes them on unread."""
+    """Settings for trackers of your own. relaxd passes them on without checking them."""
 
     def problems(self) -> Iterator[str]:
         for number, name in enumerate(self.trackers):

@@ -223,14 +223,16 @@ also flags of slime and Megatron."""
 
 
 class Equivalent(NamedTuple):
-    """A setting of relaxd with its names in other frameworks, or names without a setting here."""
+    """A setting of relaxd with its names in other frameworks, or other frameworks' names that have no setting in
+    relaxd."""
 
     setting: str
-    """Dotted name; empty if relaxd has no such setting."""
+    """Dotted name of the setting in relaxd; empty if relaxd has no such setting."""
     names: dict[str, list[str]]
-    """Names by framework."""
+    """Names of the setting in other frameworks, by framework."""
     note: str
-    """The difference, or the setting to use instead; a clause in plain text. May be empty."""
+    """How the other frameworks' setting differs, or the relaxd setting to use instead: a clause in plain text. May be
+    empty."""
 
 
 def _equivalent(row: str) -> Equivalent:
@@ -243,4 +245,4 @@ def _equivalent(row: str) -> Equivalent:
 
 
 EQUIVALENTS = tuple(map(_equivalent, table_rows(_TABLE)))
-"""The table's rows, parsed."""
+"""Settings of other frameworks and their equivalents in relaxd: the parsed rows of the table."""

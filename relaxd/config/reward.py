@@ -1,4 +1,4 @@
-"""Settings of rewards."""
+"""Configuration of a run's rewards."""
 
 import re
 from collections.abc import Iterator
@@ -12,8 +12,11 @@ from relaxd.config.section import Section
 
 
 def check_address(address: str, *, token_setting: str) -> str:
-    """Return a reward service's address unchanged; "" is none. Raises ValueError, naming `token_setting` for
-    credentials."""
+    """Check the address of a reward service and return it unchanged; "" means no service.
+
+    Raises ValueError if it is malformed, or has credentials or parameters. For these, the error names `token_setting`
+    as the setting to use instead.
+    """
     if not address:
         return address
     is_url = "://" in address
@@ -32,7 +35,7 @@ def check_address(address: str, *, token_setting: str) -> str:
 
 
 def check_variable(name: str) -> str:
-    """Return the name of an environment variable that rewards get, unchanged. Raises ValueError."""
+    """Check the name of an environment variable that rewards get, and return it. Raises ValueError if it is invalid."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError(f"{name!r} is not the name of an environment variable")
     if name.startswith("RELAXD_"):
@@ -41,48 +44,48 @@ def check_variable(name: str) -> str:
 
 
 TokenVariable = Annotated[str, AfterValidator(lambda name: name and check_variable(name))]
-"""Environment variable with a service's token; "" is none."""
+"""Name of the environment variable that holds a reward service's token; "" means no token."""
 
 
 class RewardChoice(Section):
-    """A reward that prompts can choose."""
+    """A reward that a prompt's metadata can choose (reward.choose_by)."""
 
     name: str
-    """Name of the reward, as reward.name."""
+    """Name of the reward, in the form of reward.name."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the reward, like reward.settings."""
     key: str = ""
-    """Key of the reward in mappings, like reward.key."""
+    """Key of the reward in mappings that it returns, like reward.key."""
 
 
 class RewardTerm(Section):
-    """One of several rewards whose weighted sum is the run's reward."""
+    """A term of the run's reward, which is a weighted sum of several rewards."""
 
     name: str = ""
-    """Name of the reward, as reward.name."""
+    """Name of the reward, in the form of reward.name."""
     address: Annotated[str, AfterValidator(partial(check_address, token_setting="address_token"))] = ""
     """Instead of a name: a service of your own, like reward.address."""
     address_token: TokenVariable = ""
     """With address: environment variable with the service's token, like reward.address_token."""
     label: str = ""
-    """Label of the part in metrics and in `only_if`. Defaults to the reward's name, without the text before its
+    """Label of the term in metrics and in `only_if`. Defaults to the reward's name, without the text before its
     colon."""
     weight: float = 1.0
-    """Factor of its value in the sum."""
+    """Factor of the term's value in the weighted sum."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the reward, like reward.settings."""
     key: str = ""
-    """Key of the reward in mappings, like reward.key."""
+    """Key of the reward in mappings that it returns, like reward.key."""
     only_if: str = ""
     """Label of another term: this term counts only if the other term's value is above 0."""
     minimum: float | None = None
-    """Minimum value; lower values are raised to it."""
+    """Minimum value of the term; lower values are raised to it."""
     maximum: float | None = None
-    """Maximum value; higher values are lowered to it."""
+    """Maximum value of the term; higher values are lowered to it."""
 
     @property
     def shown(self) -> str:
-        """The term's label."""
+        """Label of the term in metrics: `label`, else the reward's name after its colon, else the service's address."""
         return self.label or self.name.rpartition(":")[2] or self.address
 
     def problems(self) -> Iterator[str]:
@@ -129,19 +132,19 @@ class RewardConfig(Section):
     sample the part `failed`. retry: score it again up to max_retries times, with growing pauses, then drop its
     group."""
     max_retries: int = Field(default=3, ge=1)
-    """Maximum repetitions of a failed call, with on_failure = "retry"."""
+    """Maximum number of times that a failed reward call is repeated, with on_failure = "retry"."""
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Kill a reward that takes longer than this many seconds for a sample, or for a group if it scores groups. The
     sample fails."""
     workers: int = Field(default=2, ge=1)
-    """Processes per reward replica."""
+    """Number of worker processes per reward replica."""
     max_in_flight: int = Field(default=64, ge=1)
     """With an address: maximum concurrent calls of a reward replica to each service."""
     outage_seconds: float = Field(default=600.0, ge=0)
     """With an address: seconds that samples wait for an unreachable service before they fail."""
     cache_samples: int = Field(default=0, ge=0, le=10_000_000)
-    """Maximum number of scores that a reward replica caches, by everything that the reward gets; about 1 KiB each. Only
-    for a reward that gives the same sample the same score. 0: none."""
+    """Maximum number of scores that a reward replica caches, about 1 KiB each; 0 caches none. The cache key is
+    everything that the reward gets. Only for a reward that gives the same sample the same score."""
     media: bool = False
     """Let rewards open the images of prompts and of conversations, and videos and sounds of prompts
     (`sample.images()`, `sample.videos()`, `sample.sounds()`, docs/rewards.md). Each replica then reads all of them. A
@@ -150,16 +153,17 @@ class RewardConfig(Section):
     """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
     every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
     sandbox: Literal["auto", "off", "required"] = "auto"
-    """auto: the next three settings restrict rewards, as far as the kernel can enforce it (docs/rewards.md); the log
-    says what it can't. required: the run doesn't start where network, files, memory or processes can't be limited. off:
-    rewards do what the service's user may do."""
+    """Confinement of rewards. auto: the next three settings restrict rewards, as far as the kernel can enforce it
+    (docs/rewards.md); the log says what it can't. required: the run doesn't start where network, files, memory or
+    processes can't be limited. off: rewards do what the service's user may do."""
     network: bool = False
     """Allow rewards to use the network. A judge and an address don't need it, because the service calls them."""
     writable: tuple[str, ...] = ()
     """Files and folders that rewards may write, in addition to temporary files (tempfile), which end with their
     worker."""
     worker_memory_bytes: int = Field(default=4 << 30, ge=0)
-    """Maximum memory of each process of a worker (RLIMIT_DATA: what it allocates, not mapped files). 0: no limit."""
+    """Maximum memory of each process of a worker, in bytes (RLIMIT_DATA: what the process allocates, not mapped files).
+    0: no limit."""
 
     @property
     def calls_services(self) -> bool:
@@ -168,7 +172,8 @@ class RewardConfig(Section):
 
     @property
     def shown(self) -> str:
-        """The reward's name, for people."""
+        """Name of the run's reward for messages and logs: its name, its address, its terms or the metadata key that
+        chooses it."""
         named = self.name or self.address or " + ".join(term.shown for term in self.terms)
         return named or f"chosen by {self.choose_by}"
 

@@ -1,4 +1,4 @@
-"""[placement] and [autoscale]: replicas of each role; settings of the roles that only some runs need."""
+"""[placement], [autoscale] and [roles]: replicas of each role, and settings of the roles that only some runs need."""
 
 import difflib
 from collections.abc import Iterator
@@ -13,24 +13,25 @@ from relaxd.engines import ENGINES, JudgeEngineName, TeacherEngineName, list_eng
 
 
 class ReplicaSizes(Section):
-    """Replica sizes of a role whose model has its own ranks, with the trainer's dtype and kernels."""
+    """Sizes of the replicas of a role whose model has ranks of its own, with the trainer's dtype and kernels."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks of a replica that share each layer's matrices."""
+    """Number of ranks of a replica that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks of a replica that share the layers."""
+    """Number of ranks of a replica that share the layers."""
     context_parallel: int = Field(default=1, ge=1)
-    """Ranks of a replica that share each micro-batch's tokens, and its heads within attention."""
+    """Number of ranks of a replica that share each micro-batch's tokens and, within attention, the heads."""
     expert_parallel: int = Field(default=1, ge=1)
-    """Ranks of a replica that share the experts."""
+    """Number of ranks of a replica that share the experts."""
     micro_batch_tokens: int = Field(default=0, ge=0)
     """Maximum tokens of a replica's packed micro-batch; 0 means trainer.micro_batch_tokens."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads of each rank of a replica; 0 divides all cores among the ranks."""
+    """Number of CPU threads of each rank of a replica; 0 divides all cores among the ranks."""
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of a replica. They work on the same groups; only replicas work on different ones."""
+        """Number of ranks of a replica. All ranks of a replica work on the same groups; different replicas work on
+        different groups."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     def problems(self) -> Iterator[str]:
@@ -44,19 +45,20 @@ class ReplicaSizes(Section):
 
 IN_TRAINER = '"trainer", whose ranks have the sizes of [trainer]: set "service"'
 SIZES = tuple(ReplicaSizes.model_fields)
-"""Names of the settings of replicas, which don't apply to a model in the trainer's ranks."""
+"""Names of the settings for separate replicas. They don't apply to a model in the trainer's ranks."""
 
 
 class FrozenModelConfig(ReplicaSizes):
     """A frozen model that computes log-probs of the policy's tokens, with the trainer's dtype and kernels."""
 
     model: str = ""
-    """A Hugging Face folder, the name of a fetched model, or a hub name."""
+    """Model: a Hugging Face folder, the name of a fetched model, or a hub name. Empty: the initial model."""
     placement: Literal["trainer", "service"] = "service"
-    """trainer: in the trainer's ranks, beside the trained model. service: in separate replicas."""
+    """Where the model runs. trainer: in the trainer's ranks, beside the trained model. service: in separate
+    replicas."""
     refresh_every: int = Field(default=0, ge=0)
-    """Steps between takeovers of the trained model's weights, which the ledger records; 0: never. The model must be the
-    initial model. A teacher also needs placement = "trainer"."""
+    """Interval, in steps, at which the model takes over the trained model's weights; 0: never. The ledger records each
+    takeover. The model must be the initial model. A teacher also needs placement = "trainer"."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -65,7 +67,7 @@ class FrozenModelConfig(ReplicaSizes):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The role's models by the setting that names them; "" is the initial model."""
+        """Models of the role, by the name of the setting that gives the model; "" is the initial model."""
         return {f"{self.section}.model": self.model}
 
 
@@ -75,20 +77,22 @@ class ReferenceConfig(FrozenModelConfig):
     section: ClassVar[str] = "roles.reference"
 
     model: str = ""
-    """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
-    size, with the vocabulary of the trained model. Empty: the initial model."""
+    """Reference model: a Hugging Face folder, the name of a fetched model, or a hub name. Any supported architecture
+    and size, with the vocabulary of the trained model. Empty: the initial model."""
     placement: Literal["trainer", "service"] = "trainer"
-    """trainer: in the trainer's ranks, beside the trained model. service: in separate reference replicas, which
-    write the column ref_logprobs; the trainer then keeps no reference. Sizes and threads are the replicas'."""
+    """Where the reference model runs. trainer: in the trainer's ranks, beside the trained model. service: in separate
+    reference replicas, which write the column ref_logprobs; the trainer then keeps no reference. The settings of sizes
+    and threads are for these replicas."""
 
 
 class TeacherModel(Section):
-    """One of several teachers."""
+    """A teacher in roles.teacher.models, where each source of prompts may have its own teacher."""
 
     model: str = Field(min_length=1)
-    """Like roles.teacher.model."""
+    """Model of this teacher, in the forms of roles.teacher.model."""
     sources: tuple[str, ...] = Field(min_length=1)
-    """Sources whose prompts this model teaches: their metadata.data_source, such as the name of a data.sources."""
+    """Sources whose prompts this model teaches: values of metadata.data_source, such as the name of a source in
+    data.sources."""
 
 
 class TeacherConfig(FrozenModelConfig):
@@ -97,15 +101,16 @@ class TeacherConfig(FrozenModelConfig):
     section: ClassVar[str] = "roles.teacher"
 
     model: str = ""
-    """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
-    size, with the vocabulary of the trained model. With models: the teacher of all sources that they don't list."""
+    """Teacher model: a Hugging Face folder, the name of a fetched model, or a hub name. Any supported architecture and
+    size, with the vocabulary of the trained model. With models: the teacher of all sources that no table in models
+    lists."""
     models: tuple[TeacherModel, ...] = ()
     """Several teachers, each in a table [[roles.teacher.models]] with model and sources. Every replica, or the
-    trainer's ranks, holds all of them. Prompts of sources that none lists get the teacher `model`; if it is empty, they
-    are refused."""
+    trainer's ranks, holds all of them. Prompts of sources that no table lists get the teacher `model`; if `model` is
+    empty, such prompts are refused."""
     privileged_key: str = ""
     """Part of a prompt that only the teacher sees: "answer", or a column of the metadata such as "solution". The
-    teacher may then be the trained model itself. Empty: it sees what the student sees."""
+    teacher may then be the trained model itself. Empty: the teacher sees what the student sees."""
     privileged_template: str = (
         "{prompt}\n\nA reference solution, which you must neither quote nor mention:\n{privileged}\n\n"
         "Now solve the problem in your own words."
@@ -113,21 +118,23 @@ class TeacherConfig(FrozenModelConfig):
     """With privileged_key: text that replaces the prompt's last message that isn't the assistant's. {prompt} stands for
     the student's text, {privileged} for the part that only the teacher sees."""
     max_prompt_tokens: int = Field(default=0, ge=0)
-    """Maximum length of the teacher's prompts, with privileged_key; 0 means data.max_prompt_tokens."""
+    """Maximum length of the teacher's prompts, in tokens, with privileged_key; 0 means data.max_prompt_tokens."""
     placement: Literal["trainer", "service"] = "service"
-    """service: in separate teacher replicas, which write columns. trainer: in the trainer's ranks, beside the trained
-    model. Sizes and threads are the replicas'."""
+    """Where the teacher runs. service: in separate teacher replicas, which write columns. trainer: in the trainer's
+    ranks, beside the trained model. The settings of sizes and threads are for the replicas."""
     engine: TeacherEngineName = "megatron"
-    """The processes that hold the model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
+    """Processes that hold the teacher's model. megatron: ranks like the trainer's. sglang: an SGLang engine with the
     trainer's dtype on tensor_parallel GPUs, which prefills each answer; it holds one model."""
     max_tokens_in_flight: int = Field(default=131_072, ge=1)
-    """Maximum number of tokens in an engine at a time, prompts included; a longer answer is sent alone (sglang)."""
+    """Maximum number of tokens in a teacher's engine at a time, prompts included; a longer answer is sent alone
+    (sglang)."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
     """Share of its GPUs' memory that a teacher replica uses; 1 means whole GPUs. Below 1, rollout engines and a judge
     may use the same GPUs, and every rollout engine of the run leaves this share free. Must be 1 with run.colocate
     (sglang)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
+    """Share of GPU memory, or of gpu_share, for the teacher's weights and key-value cache; 0 lets SGLang decide
+    (sglang)."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """SGLang's own options, like rollout.sglang, such as chunked_prefill_size = 4096 (sglang)."""
 
@@ -138,15 +145,17 @@ class TeacherConfig(FrozenModelConfig):
 
     @property
     def shares_gpus(self) -> bool:
-        """True if the teacher may be on rollout engines' GPUs."""
+        """True if teacher replicas may share GPUs with rollout engines."""
         return self.gpu_share < 1
 
     def model_of(self, source: object) -> str:
-        """Return the model that teaches the prompts of a source (None: prompts without source); "" if no model does."""
+        """Return the name of the model that teaches the prompts of a source; "" if no model does. None stands for
+        prompts without a source."""
         return next((one.model for one in self.models if source in one.sources), self.model)
 
     def without(self, source: object, what: str) -> str:
-        """Return the error for `what`, such as a prompt's place, whose source has no teacher."""
+        """Return the error message for prompts that have no teacher. `source` is their source, `what` names them, for
+        example by their place."""
         listed = ", ".join(name for one in self.models for name in one.sources)
         of = "no source (metadata.data_source)" if source is None else f'the source "{source}"'
         return (
@@ -193,12 +202,12 @@ class TeacherConfig(FrozenModelConfig):
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """AdamW of the critic, and its learning-rate schedule."""
+    """AdamW of the critic, and the critic's learning-rate schedule."""
 
     section: ClassVar[str] = "roles.critic.optimizer"
 
     lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate; usually higher than the policy's, so that the critic keeps up."""
+    """Peak learning rate of the critic, usually higher than the policy's, so that the critic keeps up."""
 
 
 class CriticConfig(ReplicaSizes):
@@ -208,18 +217,18 @@ class CriticConfig(ReplicaSizes):
     section: ClassVar[str] = "roles.critic"
 
     placement: Literal["trainer", "service"] = "trainer"
-    """trainer: in the trainer's ranks, with their sizes, beside the trained model. service: in one separate
-    critic replica, which writes the column values and trains on each step once it is committed (docs/critic.md).
-    Sizes and threads are the replica's."""
+    """Where the critic runs. trainer: in the trainer's ranks, with their sizes, beside the trained model. service: in
+    one separate critic replica, which writes the column values and trains on each step once it is committed
+    (docs/critic.md). The settings of sizes and threads are for this replica."""
     max_value_staleness: int = Field(default=1, ge=0)
-    """With placement = "service": maximum staleness of values, which is the number of steps before the step that uses
-    them that the critic had not yet trained on. Groups with older values are valued again. 0: the critic must have
-    trained on all earlier steps."""
+    """With placement = "service": maximum staleness of values, in steps: how many of the earlier steps the critic may
+    not yet have trained on when it computes a step's values. Groups with older values are valued again. 0: the critic
+    must have trained on all earlier steps."""
     model: str = ""
-    """Folder or name of the model that the critic starts from, with the architecture of model.path; empty: model.path.
+    """Initial model of the critic: folder or name of a model with the architecture of model.path; empty: model.path.
     The value head starts with zeros."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    """The optimizer of the critic."""
+    """AdamW and learning-rate schedule of the critic."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -235,49 +244,51 @@ class JudgeConfig(Section):
     section: ClassVar[str] = "roles.judge"
 
     model: str = ""
-    """A Hugging Face folder, the name of a fetched model, or a hub name, for replicas of the role judge. With an
-    address: the model's name there. Empty: there is no judge."""
+    """Judge model, for replicas of the role judge: a Hugging Face folder, the name of a fetched model, or a hub name.
+    With an address: the model's name on that server. Empty: there is no judge."""
     address: str = ""
-    """Instead of replicas: base URL of a server that speaks OpenAI's chat completions, such as "https://host/v1". Its
-    key is in the reward service's RELAXD_JUDGE_KEY, or in the file that RELAXD_JUDGE_KEY_FILE names."""
+    """Instead of judge replicas: base URL of a server that speaks OpenAI's chat completions, such as "https://host/v1".
+    Its key is in the reward service's RELAXD_JUDGE_KEY, or in the file that RELAXD_JUDGE_KEY_FILE names."""
     chat_template: str | None = None
     """Jinja chat template to use instead of the model's own: its text, or the path of its file."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as { enable_thinking = false }. With an address, they are sent as
     chat_template_kwargs."""
     max_new_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of a reply, in tokens."""
+    """Maximum length of a judge's reply, in tokens."""
     temperature: float = Field(default=0.1, ge=0)
-    """Sampling temperature; 0 is greedy. Raise it if you ask for several votes."""
+    """Sampling temperature of the judge; 0 is greedy. Raise it if you ask for several votes."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 turns it off."""
+    """Nucleus sampling (top-p) of the judge's replies; 1 turns it off."""
     top_k: int = Field(default=0, ge=0)
-    """Sample from the k likeliest tokens; 0 turns it off."""
+    """Sample the judge's replies from the k likeliest tokens; 0 turns it off."""
     timeout_seconds: float = Field(default=300.0, gt=0)
-    """Seconds after which a question without a reply fails its sample. This time doesn't count towards
-    reward.timeout_seconds."""
+    """Seconds that the judge may take to reply to a question. After that, the question's sample fails. This time
+    doesn't count towards reward.timeout_seconds."""
     outage_seconds: float = Field(default=600.0, ge=0)
     """Seconds that questions wait for an unreachable judge before their samples fail."""
     max_in_flight: int = Field(default=64, ge=1)
-    """Maximum open questions of a reward replica."""
+    """Maximum number of a reward replica's questions that wait for the judge's reply."""
     questions_per_second: float = Field(default=0.0, ge=0)
-    """Maximum questions that a reward replica starts per second, at even intervals; 0.5: 30 a minute, 0: no limit."""
+    """Maximum number of judge questions that a reward replica sends per second, at even intervals; 0.5: 30 a minute, 0:
+    no limit."""
     engine: JudgeEngineName = "transformers"
-    """Inference engine of a replica. transformers: on CPUs. sglang: on GPUs."""
+    """Inference engine of a judge replica. transformers: on CPUs. sglang: on GPUs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type of the weights."""
+    """Element type of the judge's weights."""
     max_running_samples: int = Field(default=64, ge=1)
-    """Maximum number of replies in progress per replica; further questions wait there."""
+    """Maximum number of replies in progress per judge replica; further questions wait in the replica."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads of a replica; 0 means all cores."""
+    """Number of CPU threads of a judge replica; 0 means all cores."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs of a replica, which share each layer's matrices (sglang)."""
+    """Number of GPUs of a judge replica, which share each layer's matrices (sglang)."""
     gpu_share: float = Field(default=1.0, gt=0, le=1)
     """Share of its GPUs' memory that a judge replica uses; 1 means whole GPUs. Below 1, rollout engines and a teacher
     may use the same GPUs, and every rollout engine of the run leaves this share free. With run.colocate the judge then
     sleeps whenever the engines do."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of GPU memory, or of gpu_share, for weights and key-value cache; 0 lets SGLang decide (sglang)."""
+    """Share of GPU memory, or of gpu_share, for the judge's weights and key-value cache; 0 lets SGLang decide
+    (sglang)."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """SGLang's own options, like rollout.sglang, such as context_length = 8192."""
 
@@ -293,7 +304,8 @@ class JudgeConfig(Section):
 
     @property
     def shares_gpus(self) -> bool:
-        """True if the judge may be on rollout engines' GPUs. In a colocated run it then takes turns like them."""
+        """True if judge replicas may share GPUs with rollout engines. In a colocated run the judge then sleeps whenever
+        the engines do."""
         return self.gpu_share < 1
 
     @field_validator("address")
@@ -334,50 +346,51 @@ class JudgeConfig(Section):
 
 
 ENGINE_SETTINGS = ("engine", "dtype", "max_running_samples", "threads", "tensor_parallel", "memory_fraction", "sglang")
-"""Settings of a judge's engine. [rollout] has settings of the same names."""
+"""Names of the settings of a judge replica's inference engine. [rollout] has settings of the same names."""
 
 
 class RolesConfig(Section):
-    """Settings of roles that only some runs need."""
+    """Settings of the roles that only some runs need: reference, teacher, critic and judge."""
 
     reference: ReferenceConfig = ReferenceConfig()
-    """The reference model of the KL term."""
+    """Settings of the reference model of the KL term."""
     teacher: TeacherConfig = TeacherConfig()
-    """The teacher of on-policy distillation."""
+    """Settings of the teacher of on-policy distillation."""
     critic: CriticConfig = CriticConfig()
-    """The critic."""
+    """Settings of the critic, whose values PPO needs."""
     judge: JudgeConfig = JudgeConfig()
-    """The judge that answers rewards' questions."""
+    """Settings of the judge that answers rewards' questions."""
 
     @property
     def engine_gpu_share(self) -> float:
-        """Share of each GPU's memory for a rollout engine: what judge and teacher leave."""
+        """Share of each GPU's memory that a rollout engine may use: what judge and teacher on the same GPUs leave
+        free."""
         return 1.0 - sum(own.gpu_share for own in (self.judge, self.teacher) if own.shares_gpus)
 
     @property
     def frozen(self) -> dict[str, FrozenModelConfig]:
-        """The sections of frozen models, by the role that holds the model."""
+        """Sections of the configuration for frozen models, by the role that holds the model."""
         return {"reference": self.reference, "teacher": self.teacher}
 
     @property
     def sizes(self) -> dict[str, ReferenceConfig | TeacherConfig | CriticConfig]:
-        """The sections of roles that hold a model in separate ranks, by role."""
+        """Sections of the configuration for roles that hold a model in separate ranks, by role."""
         return {"reference": self.reference, "teacher": self.teacher, "critic": self.critic}
 
 
 PLACED = ("ranks", "rollout", "reward", "advantage", "reference", "teacher", "critic", "judge", "agent")
-"""Roles that may be placed: all except coordinator and trainer, which every run has once."""
+"""Roles that [placement] may list: all except coordinator and trainer, which every run has once."""
 
 
 class PlacementConfig(Section):
-    """Replicas that commands start for the run, in two tables by role (docs/placement.md)."""
+    """Number of replicas or GPUs of each role that commands start for the run, in two tables (docs/placement.md)."""
 
     replicas: dict[str, PositiveInt] = Field(default_factory=dict)
-    """Replicas of each role, such as { rollout = 2, reward = 4 }. Any other role has one replica if the run needs
-    it."""
+    """Number of replicas of each role, such as { rollout = 2, reward = 4 }. Any other role has one replica if the run
+    needs it."""
     gpus: dict[str, PositiveInt] = Field(default_factory=dict)
-    """Instead of replicas: GPUs of all replicas of a role together, such as { rollout = 4 }. It must be a multiple of a
-    replica's GPUs, such as rollout.tensor_parallel."""
+    """Instead of replicas: number of GPUs of all replicas of a role together, such as { rollout = 4 }. It must be a
+    multiple of a replica's GPUs, such as rollout.tensor_parallel."""
 
     def problems(self) -> Iterator[str]:
         for setting, numbers in (("replicas", self.replicas), ("gpus", self.gpus)):
@@ -401,20 +414,21 @@ class AutoscaleConfig(Section):
     """The autoscaler of rollout replicas (docs/scaling.md)."""
 
     mode: Literal["off", "dry_run", "on"] = "off"
-    """"on": the coordinator adds rollout replicas while the trainer waits for engines that are busy, and removes them
-    while they are idle. "dry_run": it only says what it would do. `relaxd autoscale` changes it during the run."""
+    """Mode of the autoscaler. "on": the coordinator adds rollout replicas while the trainer waits for engines that are
+    busy, and removes replicas while they are idle. "dry_run": the coordinator only says what it would do. `relaxd
+    autoscale` changes the mode during the run."""
     min_replicas: PositiveInt = 1
     """Minimum number of rollout replicas. Only replicas that were scaled out are ever removed."""
     max_replicas: PositiveInt = 8
     """Maximum number of rollout replicas."""
     out_seconds: float = Field(default=30.0, ge=1, le=3600)
-    """Seconds that a reason must last before replicas are added."""
+    """Seconds that a reason to add replicas must last before they are added."""
     in_seconds: float = Field(default=120.0, ge=1, le=3600)
-    """Seconds that a reason must last before a replica is removed."""
+    """Seconds that a reason to remove a replica must last before it is removed."""
     out_cooldown_seconds: float = Field(default=60.0, ge=0)
-    """Seconds after adding replicas during which no more are added."""
+    """Seconds after replicas were added during which no more replicas are added."""
     in_cooldown_seconds: float = Field(default=300.0, ge=0)
-    """Seconds after adding or removing replicas during which none are removed."""
+    """Seconds after replicas were added or removed during which no replicas are removed."""
 
     def problems(self) -> Iterator[str]:
         if self.min_replicas > self.max_replicas:

@@ -13,34 +13,36 @@ class PartialConfig(Section):
     """Treatment of unfinished answers of engines that leave (docs/partial-rollout.md)."""
 
     enabled: bool = False
-    """Keep unfinished answers on the board, and let another engine continue them. Otherwise they start again."""
+    """Keep unfinished answers on the board, and let another engine continue them. If false, they are generated
+    again."""
     save_seconds: float = Field(default=30.0, gt=0)
     """Seconds between two saves of unfinished answers, for replicas that die without notice. A drained or removed
     replica always saves."""
     save_tokens: int = Field(default=1024, ge=1)
-    """Save a group's answers once one of them has at least this many unsaved tokens."""
+    """Number of unsaved tokens of an answer at which the answers of its group are saved."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Maximum versions by which a kept token to be trained may be older than the engine's weights; otherwise its group
-    is generated again. Defaults to board.max_staleness."""
+    """Maximum number of versions by which the weights that wrote a kept token to be trained may be older than the
+    engine's; otherwise the token's group is generated again. Defaults to board.max_staleness."""
     mask_off_policy: bool = False
-    """Don't train on kept tokens whose weights are older than those of the engine that continues the answer."""
+    """Exclude kept tokens from training if older weights wrote them than those of the engine that continues the
+    answer."""
 
 
 class RolloutConfig(Section):
-    """Generation of answers."""
+    """Generation of answers by the inference engines."""
 
     section: ClassVar[str] = "rollout"
 
     samples_per_prompt: int = Field(default=8, ge=1)
-    """Samples in a group (n)."""
+    """Number of samples in a group (n)."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum length of an answer, in tokens."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature. Log-probs use it, too."""
+    """Sampling temperature of answers. Log-probs are computed at the same temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 turns it off."""
+    """Nucleus sampling (top-p) of answers; 1 turns it off."""
     top_k: int = Field(default=0, ge=0)
-    """Sample from the k likeliest tokens; 0 turns it off."""
+    """Sample answers from the k likeliest tokens; 0 turns it off."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer, such as ["</answer>"]. The text excludes the string, the tokens include it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -56,14 +58,15 @@ class RolloutConfig(Section):
     max_running_samples: int = Field(default=64, ge=1)
     """Maximum number of samples in progress per engine."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads of the engine; 0 means all cores."""
+    """Number of CPU threads of the engine; 0 means all cores."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of GPUs that share each layer's matrices (sglang; for sglang_external, as the servers were started)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of GPU memory for weights and key-value cache, or of the memory that the gpu_share of judge and teacher
     leaves; 0 lets SGLang decide (sglang)."""
     return_routed_experts: bool = False
-    """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
+    """Store which experts the engine chose for each token, in the column routed_experts (sglang, mixture-of-experts
+    models)."""
     partial: PartialConfig = PartialConfig()
     """Treatment of unfinished answers of engines that leave."""
     sglang: dict[str, Any] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The configuration of a run: one TOML file, one model."""
+"""The configuration of a run, which is one TOML file and trains one model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ from relaxd.engines import ENGINES, list_engines
 from relaxd.run_folder import HELD_OUT
 
 MICRO_BATCH_TOKENS = 4096
-"""Minimum of the derived trainer.micro_batch_tokens."""
+"""Minimum of the default of trainer.micro_batch_tokens, in tokens."""
 
 
 class StopEarlyConfig(Section):
@@ -43,7 +43,7 @@ class StopEarlyConfig(Section):
     patience: int = Field(default=3, ge=1)
     """Number of consecutive evaluations without an improvement after which the run ends."""
     min_delta: float = Field(default=0.0, ge=0)
-    """Minimum improvement over the best value so far."""
+    """Minimum improvement of the metric over its best value so far."""
 
     def problems(self) -> Iterator[str]:
         if not self.metric:
@@ -51,7 +51,7 @@ class StopEarlyConfig(Section):
 
 
 class RunSection(Section):
-    """The run as a whole."""
+    """Steps, seed and folder of the run, and sharing of its devices."""
 
     section: ClassVar[str] = "run"
 
@@ -91,66 +91,66 @@ class TelemetryConfig(Section):
     """Traces and sample records."""
 
     traces: Literal["otlp", "file"] = "otlp"
-    """otlp: send traces to OTEL_EXPORTER_OTLP_ENDPOINT, if that is set. file: also write them into the run's folder, so
-    that `relaxd trace` shows them."""
+    """Destination of traces. otlp: OTEL_EXPORTER_OTLP_ENDPOINT, if that is set. file: also the run's folder, so that
+    `relaxd trace` shows them."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of groups to trace."""
+    """Share of groups that are traced."""
     samples_per_step: int = Field(default=8, ge=0)
-    """Samples of each step to keep for `relaxd samples`, in Redis and in the run's samples.jsonl."""
+    """Number of samples of each step to keep for `relaxd samples`, in Redis and in the run's samples.jsonl."""
     all_samples: bool = False
     """Keep all samples of each step as well, in one compressed file per step in the run's folder samples/."""
     all_samples_steps: int = Field(default=0, ge=0)
-    """Number of newest steps whose files all_samples keeps; 0: all steps."""
+    """Number of newest steps whose sample files all_samples keeps; 0: all steps."""
 
 
 class RunConfig(Section):
     """The configuration of a run. Services get it from the coordinator when they register."""
 
     run: RunSection
-    """The run as a whole."""
+    """Steps, seed and folder of the run, and sharing of its devices."""
     model: ModelConfig
-    """The model to train."""
+    """Settings of the model to train."""
     data: DataConfig
-    """The source of prompts."""
+    """Settings of the source of prompts."""
     reward: RewardConfig
-    """Scoring of answers."""
+    """Settings of rewards, which score answers."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation of answers."""
+    """Settings of the generation of answers."""
     agent: AgentConfig = AgentConfig()
-    """Conversations with an environment."""
+    """Settings of conversations with an environment."""
     algorithm: AlgorithmConfig = GRPOConfig()
-    """Advantage and loss."""
+    """Settings of the algorithm: advantage and loss."""
     trainer: TrainerConfig = TrainerConfig()
-    """Training of the model."""
+    """Settings of the trainer."""
     board: BoardConfig = BoardConfig()
-    """The sample board."""
+    """Settings of the sample board."""
     weights: WeightsConfig = WeightsConfig()
-    """Weight synchronisation."""
+    """Settings of weight synchronisation."""
     roles: RolesConfig = RolesConfig()
-    """Roles that only some runs need."""
+    """Settings of roles that only some runs need."""
     placement: PlacementConfig = PlacementConfig()
-    """Replicas of each role."""
+    """Number of replicas of each role."""
     autoscale: AutoscaleConfig = AutoscaleConfig()
     """Automatic adjustment of the number of rollout replicas."""
     health: HealthConfig = HealthConfig()
     """Detection and recovery of dead or stuck replicas."""
     rehearsal: RehearsalConfig = RehearsalConfig()
-    """Assumptions of a rehearsal."""
+    """Speeds and lengths that a rehearsal assumes."""
     eval: EvalConfig = EvalConfig()
-    """Evaluation."""
+    """Settings of evaluations."""
     telemetry: TelemetryConfig = TelemetryConfig()
-    """Traces and samples."""
+    """Settings of traces and sample records."""
     tracking: TrackingConfig = TrackingConfig()
-    """TensorBoard, W&B and other trackers."""
+    """Trackers, such as TensorBoard and W&B."""
     alerts: AlertsConfig = AlertsConfig()
     """Alarms, and notifications of them."""
 
     def trace_folder(self, run_folder: str) -> Path | None:
-        """Return the run's folder if its processes write traces there, else None."""
+        """Return the run's folder if the run's processes write traces into it, else None."""
         return Path(run_folder) if self.telemetry.traces == "file" else None
 
     def frozen_roles(self, placement: Literal["trainer", "service"] | None = None) -> list[str]:
-        """Return the roles of the run's frozen models with this placement; None: with any."""
+        """Return the roles of the run's frozen models that run in `placement`; None: of all its frozen models."""
         has = {
             "reference": self.algorithm.needs_reference,
             "teacher": self.algorithm.needs_teacher and bool(self.roles.teacher.settings),
@@ -162,18 +162,18 @@ class RunConfig(Section):
         ]
 
     def refreshed_after(self, step: int) -> tuple[str, ...]:
-        """Return the roles whose models take over the trained weights after a step."""
+        """Return the roles whose frozen models take over the trained model's weights after this step."""
         every = {role: self.roles.frozen[role].refresh_every for role in self.frozen_roles()}
         return tuple(role for role, steps in every.items() if steps and step % steps == 0)
 
     @property
     def has_privileged_teacher(self) -> bool:
-        """True if the run has a teacher that sees more of the prompt than the student."""
+        """True if the run has a teacher whose prompts have a part that the student doesn't see."""
         return "teacher" in self.frozen_roles() and bool(self.roles.teacher.privileged_key)
 
     @property
     def student_candidates_problem(self) -> str:
-        """Reason why the run's teacher can't score the student's likeliest tokens; "" if it can."""
+        """Reason why the run's teacher can't score the tokens that the student finds likeliest; "" if it can."""
         teacher = self.roles.teacher
         if teacher.placement == "trainer":
             if not teacher.privileged_key:
@@ -203,7 +203,7 @@ class RunConfig(Section):
 
     @property
     def teacher_engine(self) -> RolloutConfig:
-        """Settings of a teacher's engine that isn't in ranks, under the names of [rollout].
+        """Settings of a teacher's SGLang engine, in the form of [rollout].
 
         The engine never decodes, so it needs no CUDA graphs, whose capture takes most of a start.
         """
@@ -225,27 +225,28 @@ class RunConfig(Section):
 
     @property
     def teacher_prompt_tokens(self) -> int:
-        """Maximum length of a prompt of the teacher."""
+        """Maximum length of a teacher's prompt, in tokens."""
         return self.roles.teacher.max_prompt_tokens or self.data.max_prompt_tokens
 
     @property
     def has_media(self) -> bool:
-        """True if the run's prompts or conversations may have media."""
+        """True if the run's prompts or conversations may have images, videos or sounds."""
         return bool(self.media_kinds)
 
     @property
     def media_kinds(self) -> tuple[str, ...]:
-        """Kinds of media that the run's prompts or conversations may have."""
+        """Kinds of media that the run's prompts or conversations may have, such as "image"."""
         return tuple(dict.fromkeys((*self.data.media_keys, *self.agent.media)))
 
     @property
     def media_setting(self) -> str:
-        """Name of the setting that gives the run media."""
+        """Name of the setting that lets the run have media."""
         return "data.media_keys" if self.data.media_keys else "agent.media"
 
     @property
     def media_problem(self) -> tuple[str, str] | None:
-        """The setting that rules out the run's media, and why; None if the run can have them, or has none."""
+        """Name of the setting that rules out the run's media, and the reason. None if the run can have its media, or
+        has no media."""
         if not self.has_media:
             return None
         for kind in self.media_kinds:
@@ -254,7 +255,8 @@ class RunConfig(Section):
         return None
 
     def engine_problem(self, kind: str, model_type: str | None = None) -> str:
-        """Return why the rollout engine can't take a kind of media. `model_type`: the model's type; None: any model."""
+        """Return why the rollout engine can't take media of this kind. `model_type` is the type of the run's model;
+        None: a model of any type."""
         able = list_engines("rollout", lambda one: one.takes(kind, model_type))
         of_model = "" if model_type is None else f" with a model of type {model_type!r}"
         what = f'= "{self.rollout.engine}", which takes no {kind}{of_model} ({self.media_setting})'
@@ -262,20 +264,21 @@ class RunConfig(Section):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Maximum tokens of the trainer's micro-batches: as set, or else enough for the longest sample."""
+        """Maximum tokens of a micro-batch of the trainer: the setting, or else enough for the longest sample."""
         longest = max(self.data.max_prompt_tokens, self.teacher_prompt_tokens) + self.rollout.max_new_tokens
         return self.trainer.micro_batch_tokens or max(MICRO_BATCH_TOKENS, longest)
 
     @property
     def published_prompt_tokens(self) -> int:
-        """Maximum published tokens of a prompt: the student's, and also the teacher's if it has its own prompt."""
+        """Maximum number of tokens published for a prompt: the student's, and the teacher's if it has its own."""
         return self.data.max_prompt_tokens + (self.teacher_prompt_tokens if self.has_privileged_teacher else 0)
 
     def problems(self) -> Iterator[str]:
         return contradictions(self)
 
     def metric_problem(self, text: str) -> str:
-        """Return why the run's evaluations lack a metric that trainer.checkpoint.keep_best names, or ""."""
+        """Return why the run's evaluations lack the metric that trainer.checkpoint.keep_best names; "" if they have
+        it."""
         sizes = {one.name: (one.samples_per_prompt, one.sizes) for one in self.eval.sets}
         if self.eval.prompts:
             sizes[HELD_OUT] = (1, (1,))

@@ -1,4 +1,4 @@
-"""Base of the configuration's sections."""
+"""Base class of the configuration's sections."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -10,21 +10,21 @@ from relaxd.engines import ENGINES, engines_of, list_engines
 from relaxd.importing import check_own
 
 CONTINUING = ("= ", "+ ", "is ", "has ", "can't be ", "on ")
-"""Beginnings of messages that continue a sentence whose subject is the setting's name."""
+"""First words of messages that follow a setting's name without a colon, because the name is the sentence's subject."""
 
 
 class Section(BaseModel):
-    """A section of the configuration: immutable, with documented fields; unknown keys are errors."""
+    """Base class of a configuration section: immutable, with documented fields; unknown keys are errors."""
 
     # use_attribute_docstrings is off, because it costs every process 0.2 s at its start: `settings` reads docstrings.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     section: ClassVar[str]
-    """Dotted name of the section, for messages."""
+    """Dotted name of the section, for error messages."""
 
     def problems(self) -> Iterator[str]:
-        """Yield the contradictions between settings, each a sentence that names them. The first one invalidates the
-        section. A section that inherits rules also yields `super().problems()`."""
+        """Yield the contradictions between the section's settings, each a sentence that names the settings. The first
+        one invalidates the section. A section that inherits rules also yields `super().problems()`."""
         return iter(())
 
     @model_validator(mode="after")
@@ -34,18 +34,18 @@ class Section(BaseModel):
         return self
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return which of these settings differ from their defaults."""
+        """Return those of the named settings that differ from their defaults."""
         fields = type(self).model_fields
         return [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
 
     def unused(self, names: Iterable[str], reason: str) -> Iterator[str]:
-        """Yield a problem for each of these settings that was set, though it has no effect: `reason` says why, and what
-        to do."""
+        """Yield a problem for each of the named settings that was set, though it has no effect. `reason` says why, and
+        what to do."""
         for name in self.changed(names):
             yield f"{self.section}.{name} is {json.dumps(getattr(self, name), default=str)}, but {reason}"
 
     def of_other_engines(self, engine: str) -> Iterator[str]:
-        """Yield a problem if a setting was changed that the section's engine lacks, but another engine has."""
+        """Yield a problem if a setting was changed that the section's engine lacks but another engine has."""
         place = self.section
         others = dict.fromkeys(name for other in engines_of(place) for name in ENGINES[other].settings[place])
         if changed := self.changed(name for name in others if name not in ENGINES[engine].settings[place]):
@@ -57,7 +57,8 @@ class Section(BaseModel):
 
 
 def own_function(setting: str) -> AfterValidator:
-    """Return a validator for a setting that may name a user's own function."""
+    """Return a validator for a setting that may name a user's function as "package.module:function" or
+    "file.py:function"."""
     return AfterValidator(lambda name: name and check_own(setting, name, "function"))
 
 

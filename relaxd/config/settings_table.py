@@ -25,33 +25,33 @@ NAME_MEANING = "Chooses the algorithm (docs/algorithms.md); package.module:Class
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting."""
+    """A setting of the configuration: its path, values, default and documentation."""
 
     place: Place
-    """Path of the setting."""
+    """Path of the setting, such as ("trainer", "optimizer", "lr")."""
     kind: str
-    """Allowed values, such as "integer ≥ 1"."""
+    """Allowed values of the setting, such as "integer ≥ 1"."""
     required: bool
-    """True if the setting has no default."""
+    """True if the setting must be given, because it has no default."""
     default: Any
     """Default value in TOML's form; None if the setting is unset by default."""
     meaning: str
     """Documentation of the setting, in one line."""
     takes_text: bool
-    """True if any text is a valid value, so that 123 on the command line is a text."""
+    """True if any text is a valid value, so that a number given on the command line, such as 123, is taken as text."""
 
     @property
     def name(self) -> str:
-        """Dotted name, such as "trainer.optimizer.lr"."""
+        """Dotted name of the setting, such as "trainer.optimizer.lr"."""
         return ".".join(self.place)
 
 
 @cache
 def settings(algorithm: str = "") -> Mapping[Place, Setting]:
-    """Return every setting by its place, section by section.
+    """Return all settings by path, section by section.
 
-    The section "algorithm" has the settings of `algorithm` (see `tag_of`). Without it, the section has the settings of
-    all algorithms; if several declare a setting, the first declaration counts.
+    The section "algorithm" has the settings of the algorithm with the tag `algorithm` (see `tag_of`). Without a tag, it
+    has the settings of all algorithms; if several declare a setting, the first declaration counts.
     """
     found = {
         place: _setting(place, field, meaning) for place, field, meaning in _walk(algorithm) if not _choices(field)
@@ -68,7 +68,7 @@ def settings(algorithm: str = "") -> Mapping[Place, Setting]:
 
 @cache
 def sections(algorithm: str = "") -> Mapping[Place, str]:
-    """Return the documentation of every section by its path; for `algorithm` see `settings`."""
+    """Return the documentation of every section by its path. `algorithm` is an algorithm's tag, as for `settings`."""
     found = {}
     for place, field, meaning in _walk(algorithm):
         if choices := _choices(field):
@@ -89,7 +89,7 @@ def plain(value: Any) -> Any:
 
 
 def _walk(algorithm: str) -> Iterator[tuple[Place, FieldInfo, str]]:
-    """Yield every setting and section with its docstring, each path once."""
+    """Yield the path, the field and the docstring of every setting and section, each path once."""
     seen = set()
     for place, field, meaning in _walk_section(RunConfig, (), algorithm):
         if place not in seen:
@@ -106,14 +106,15 @@ def _walk_section(section: type[BaseModel], place: Place, algorithm: str) -> Ite
 
 
 def _docstring(section: type[BaseModel], key: str) -> str:
-    """Return the docstring below a field of the section or of one of its bases; "" if it has none."""
+    """Return the docstring below a section's field, which the section or one of its bases declares; "" if it has
+    none."""
     found = (_docstrings(one.__module__).get((one.__name__, key)) for one in section.__mro__ if one is not object)
     return next((docstring for docstring in found if docstring), "")
 
 
 @cache
 def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
-    """Return the docstrings below the fields of a module's classes, by class and field."""
+    """Return the docstrings below the fields of a module's classes, by class name and field name."""
     classes = [one for one in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(one, ast.ClassDef)]
     found = {}
     for defined in classes:
@@ -125,7 +126,7 @@ def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
 
 
 def _choices(field: FieldInfo) -> Mapping[str, type[BaseModel]]:
-    """Return a section's models by tag: a single one under "", unless the section is a choice of models."""
+    """Return the models of a section by tag: several if it is a choice, such as the algorithms, else one under ""."""
     kind = field.annotation
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return {"": kind}

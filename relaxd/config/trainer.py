@@ -10,7 +10,7 @@ from relaxd.config.section import Section
 
 
 class MoEConfig(Section):
-    """Routers of mixture-of-experts models. Dense models ignore this section."""
+    """Training of the routers of mixture-of-experts models. Dense models ignore this section."""
 
     aux_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss (Switch Transformers, arXiv 2101.03961, equations 4 to 6), which is 1 under an
@@ -25,26 +25,26 @@ class MoEConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """AdamW and the schedule of its learning rate."""
 
     section: ClassVar[str] = "trainer.optimizer"
 
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate of the trained model."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of its decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate over run.steps after the warm-up. All updates of a step have the same rate."""
+    """Form of the learning rate's decay over run.steps after the warm-up. All updates of a step have the same rate."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up. They don't depend on the number of updates in a step."""
+    """Number of steps of linear warm-up of the learning rate, however many updates a step has."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment (beta1)."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment (beta2)."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
+    """Epsilon of AdamW, which is added to the denominator of an update."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Maximum global gradient norm, above which gradients are clipped; 0 turns clipping off."""
     moments: Literal["float32", "bfloat16", "float8"] = "float32"
@@ -66,12 +66,12 @@ class OptimizerConfig(Section):
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes of a parameter's two moments, with their scales."""
+        """Size of a parameter's two AdamW moments in memory, with their scales, in bytes."""
         return {"float32": 8, "bfloat16": 4, "float8": 3 + 1 / 32}[self.moments]
 
     @property
     def saved_moment_bytes(self) -> int:
-        """Bytes of a parameter's two moments in a checkpoint, where float8 is written as bfloat16."""
+        """Size of a parameter's two AdamW moments in a checkpoint, in bytes. float8 is written there as bfloat16."""
         return 8 if self.moments == "float32" else 4
 
 
@@ -79,8 +79,9 @@ class CheckpointConfig(Section):
     """Checkpoints of the trainer (docs/reliability.md)."""
 
     every: int = Field(default=50, ge=0)
-    """Steps between checkpoints. One more is saved when the run ends or is stopped, and at Ctrl-C and `relaxd down`. 0
-    saves them only on request. A restarted trainer loads the newest one and repeats the steps after it."""
+    """Number of steps between checkpoints. Another checkpoint is saved when the run ends or is stopped, and at Ctrl-C
+    and `relaxd down`. 0 saves checkpoints only on request. A restarted trainer loads the newest checkpoint and repeats
+    the steps after it."""
     replay_seconds: float = Field(default=1800.0, ge=0)
     """Also save a checkpoint once the steps since the last one took this many seconds of work, which a restart would
     repeat; waits don't count. 0: off."""
@@ -88,12 +89,12 @@ class CheckpointConfig(Section):
     """Also save a checkpoint once the step files since the last one take this many bytes. The step files of `keep`
     checkpoints are kept, so the disk needs (`keep` + 1) times as much. 0: off."""
     keep: int = Field(default=2, ge=1)
-    """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
-    checkpoint` took are never removed."""
+    """Number of newest checkpoints to keep. With two or more, a run survives a damaged checkpoint. Checkpoints that
+    `relaxd checkpoint` took are never removed."""
     max_bytes: int = Field(default=0, ge=0)
-    """Maximum size of all checkpoints on disk, including an unfinished one: the oldest ones are removed earlier than
-    `keep` says, except those that `relaxd checkpoint` took and the newest. At least two checkpoints. The checkpoints of
-    a critic service may take as much again. 0: no limit."""
+    """Maximum size of all checkpoints on disk, in bytes, including an unfinished one; must fit at least two
+    checkpoints, three with `keep_best`. The oldest ones are then removed earlier than `keep` says, except the newest
+    and those that `relaxd checkpoint` took. The checkpoints of a critic service may take as much again. 0: no limit."""
     moments: bool = True
     """Save AdamW's moments, two thirds of a checkpoint. Without them a restart from the newest checkpoint begins with
     zero moments, so the repeated steps don't give the same bits (docs/reliability.md)."""
@@ -102,11 +103,11 @@ class CheckpointConfig(Section):
     or "eval.math500.pass_at_1"; with "-" before it the lowest value is the best. Each evaluation during training then
     takes a checkpoint of the version that it evaluates. `relaxd export RUN OUT --best` exports it. Empty: none."""
     keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
-    """until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk. always: keep all, so that
-    `relaxd replay` can repeat any step."""
+    """Retention of step files. until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk.
+    always: keep all, so that `relaxd replay` can repeat any step."""
     export_every: int = Field(default=0, ge=0)
-    """Steps between exports of the model as a Hugging Face folder, models/step-N in the run's folder. The next step
-    waits meanwhile. Exports are never removed. 0: export only when the run ends."""
+    """Number of steps between exports of the model as a Hugging Face folder, models/step-N in the run's folder. The
+    next step waits meanwhile. Exports are never removed. 0: export only when the run ends."""
     timeout_seconds: float = Field(default=1800.0, gt=0)
     """Seconds after which an unfinished checkpoint is abandoned; training continues."""
 
@@ -115,14 +116,14 @@ class ProfileConfig(Section):
     """Recording of steps with torch's profiler (docs/profiling.md). The call `Profile` records steps during a run."""
 
     steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps to record, each in a file for Perfetto in the run's folder profiles/."""
+    """Numbers of the steps to record, each in a file for Perfetto in the run's folder profiles/."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    """Ranks of the trainer to record."""
+    """Trainer ranks whose steps are recorded."""
     stacks: bool = False
     """Record the lines of Python that call each operation: files become several times as large."""
     memory: bool = False
-    """Record every allocation of these ranks' GPU memory, from the start on, and write a snapshot after each of the
-    steps, and when memory runs out. Costs a few microseconds for each allocation. CPUs have none."""
+    """Record every allocation of GPU memory of the recorded ranks, from the start on. Write a snapshot after each of
+    the recorded steps, and when memory runs out. Costs a few microseconds for each allocation. CPUs have none."""
 
 
 _EYES, _EARS = r"(model|thinker)\.visual\.", r"thinker\.audio_tower\."
@@ -145,16 +146,16 @@ def _pattern(text: str) -> str:
 
 
 NamePattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
-"""A regular expression for the names of tensors, or a key of `PARTS`."""
+"""Pattern of tensor names: a regular expression, or the name of a part of the model (a key of `PARTS`)."""
 
 
 class TrainerConfig(Section):
-    """Training of the model."""
+    """Training of the model: steps, parallelism, kernels, optimizer and checkpoints."""
 
     section: ClassVar[str] = "trainer"
 
     groups_per_step: int = Field(default=8, ge=1)
-    """Groups in one step."""
+    """Number of groups in a step."""
     mini_batches: int = Field(default=1, ge=1)
     """Number of mini-batches that a step's groups are divided into, with an optimizer update each. A step makes one
     version of the weights with any number of updates."""
@@ -166,11 +167,11 @@ class TrainerConfig(Section):
     their prompts have at most twice as many tokens. 0: enough for the longest sample, data.max_prompt_tokens +
     rollout.max_new_tokens, and at least 4,096."""
     reset_moments_every: int = Field(default=0, ge=0)
-    """Reset the policy's AdamW after every this many steps: zero moments, and bias correction as in a first update. The
-    learning-rate schedule continues. 0: never."""
+    """Interval, in steps, at which the policy's AdamW is reset: zero moments, and bias correction as in a first update.
+    The learning-rate schedule continues. 0: never."""
     reset_moments_after: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Further steps after which to reset AdamW in the same way. `relaxd resume RUN --from-step N --reset-moments` adds
-    one."""
+    """Numbers of further steps after which AdamW is reset in the same way. `relaxd resume RUN --from-step N
+    --reset-moments` adds a step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of weights and activations. With bfloat16, the optimizer keeps float32 main weights."""
     fp32_lm_head: bool = False
@@ -183,33 +184,34 @@ class TrainerConfig(Section):
     """Number of hosts, which divide the ranks evenly: the trainer's own, and one for each replica of the role `ranks`
     (docs/deploy.md). Tensor-parallel ranks stay within a host."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each layer's matrices."""
+    """Number of ranks that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the layers."""
+    """Number of ranks that share the layers, in pipeline stages."""
     pipeline_layers: tuple[int, ...] = ()
     """Number of layers of each pipeline stage, which add up to the model's; empty: divided evenly. The last stage also
     computes the logits, which for a large vocabulary take as long as several layers: give it fewer
     (docs/performance.md)."""
     pipeline_chunks: int = Field(default=1, ge=1)
-    """Chunks of layers of each pipeline stage (Megatron's virtual pipeline, with its interleaved schedule). With v
-    chunks a micro-batch passes v times through all stages, each time through 1/v of their layers. Stages then wait only
-    1/v as long for the pipeline to fill and drain, but exchange v times as much data and hold activations of more
-    micro-batches. Useful for steps with few micro-batches (docs/performance.md)."""
+    """Number of chunks of layers of each pipeline stage (Megatron's virtual pipeline, with its interleaved schedule).
+    With v chunks a micro-batch passes v times through all stages, each time through 1/v of their layers. Stages then
+    wait only 1/v as long for the pipeline to fill and drain, but exchange v times as much data and hold activations of
+    more micro-batches. Useful for steps with few micro-batches (docs/performance.md)."""
     context_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each micro-batch's tokens, and its query heads within attention. Where heads don't divide among
-    them, each attends from its own tokens to the keys of all (docs/architecture.md)."""
+    """Number of ranks that share each micro-batch's tokens and, within attention, its query heads. If the number of
+    heads isn't divisible by these ranks, each rank attends from its own tokens to the keys of all tokens
+    (docs/architecture.md)."""
     expert_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the experts."""
+    """Number of ranks that share the experts."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass instead of storing them. selective: norms, rotated heads and the
     first half of the MLP or experts, but not attention: about 5 % more work, a third of the memory. full: the whole
     layer from its input: a third more work, about 5 % of the memory."""
     recompute_layers: int = Field(default=0, ge=0)
-    """Number of layers to recompute, from the first of each pipeline stage; 0 means all."""
+    """Number of layers whose activations are recomputed, from the first of each pipeline stage; 0 means all."""
     activation_offload_bytes: int = Field(default=0, ge=0)
     """Bytes of pinned host memory to which each rank offloads the activations that `recompute` doesn't discard; 0:
-    none. They are copied while the layers compute; those that don't fit stay on the GPU. It pays off for long rows,
-    whose layers take longer than the copies: recompute = "full" then fits more tokens, "selective" saves work."""
+    none. Activations are copied while the layers compute; those that don't fit stay on the GPU. It pays off for long
+    rows, whose layers take longer than the copies: recompute = "full" then fits more tokens, "selective" saves work."""
     offload: bool = True
     """With run.colocate: move weights and optimizer state to the host's memory while the engines generate. false: keep
     them on the GPU, if they fit beside the engine (`relaxd fit`), so that turns take less time. Gradients are freed in
@@ -235,28 +237,29 @@ class TrainerConfig(Section):
     towers' last layers, which map to the language model. language: the rest. A text model has only `language`
     (docs/media.md)."""
     train_only: tuple[NamePattern, ...] = ()
-    """The only tensors that are trained, given like `freeze`, which then has no effect and must not be set."""
+    """Tensors that are trained, in the forms of `freeze`; all others are not. `freeze` must then not be set."""
     moe: MoEConfig = MoEConfig()
-    """Mixture-of-experts models."""
+    """Settings of the routers of mixture-of-experts models."""
     routing_replay: Literal["none", "rollout", "trainer"] = "none"
-    """Experts of the tokens in a mixture-of-experts model (docs/mismatch.md). none: the trainer's routers choose.
-    rollout: those that the engine chose; needs rollout.return_routed_experts. trainer: those that the trainer chose at
-    the beginning of a step of several updates, in all of them. The gates' weights are always the trainer's own."""
+    """Choice of each token's experts in a mixture-of-experts model (docs/mismatch.md). none: the trainer's routers
+    choose. rollout: the experts that the engine chose; needs rollout.return_routed_experts. trainer: in all updates of
+    a step, the experts that the trainer chose at the step's beginning. The gates' weights are always the trainer's own.
+    """
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer."""
+    """Settings of AdamW and its learning-rate schedule."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
+    """Settings of the trainer's checkpoints."""
     profile: ProfileConfig = ProfileConfig()
-    """Profiles of steps."""
+    """Steps and ranks to record with torch's profiler."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads of each rank; 0 divides all cores among the ranks."""
+    """Number of CPU threads of each rank; 0 divides all cores among the ranks."""
     collective_timeout_seconds: float = Field(default=120.0, gt=0)
     """Deadline of each collective in training, in seconds. It does not cover reading and writing files."""
     disk_stall_seconds: float = Field(default=300.0, gt=0)
-    """Seconds without progress, while ranks wait for each other's file I/O, after which a rank fails the trainer."""
+    """Seconds that ranks wait for another rank's file I/O without any progress before they fail the trainer."""
     max_skipped_updates: int = Field(default=8, ge=0)
-    """Maximum consecutive updates to skip because loss or gradient is not finite. One more fails the trainer; the error
-    lists the groups of these steps. 0 fails at the first one."""
+    """Maximum number of consecutive updates that are skipped because loss or gradient is not finite. One more such
+    update fails the trainer; the error lists the groups of these steps. 0 fails at the first one."""
 
     def problems(self) -> Iterator[str]:
         model_ranks = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
@@ -327,13 +330,14 @@ class TrainerConfig(Section):
             )
 
     def trains(self, name: str) -> bool:
-        """Return True if the tensor with this name in Hugging Face's files is trained."""
+        """Return True if the trainer trains this tensor. `name` is the tensor's name in Hugging Face's files."""
         patterns = self.train_only or self.freeze
         found = any(re.search(PARTS.get(pattern, pattern), name) for pattern in patterns)
         return found == bool(self.train_only)
 
     def trains_towers(self, *, hears: bool) -> bool:
-        """Return True if a tower or its projection is trained. `hears`: the model takes sound, too."""
+        """Return True if a vision or sound tower, or its projection, is trained. `hears`: the model takes sound,
+        too."""
         if not hears:
             return any(map(self.trains, ("model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight")))
         names = ("visual.blocks.0.attn.qkv", "visual.merger.ln_q", "audio_tower.layers.0.fc1", "audio_tower.proj1")
@@ -345,16 +349,16 @@ class TrainerConfig(Section):
         return self.mini_batches * self.epochs
 
     def resets_moments(self, step: int) -> bool:
-        """Return True if the policy's optimizer is reset after a step."""
+        """Return True if the policy's optimizer is reset after this step."""
         every = self.reset_moments_every
         return step in self.reset_moments_after or (every > 0 and step > 0 and step % every == 0)
 
     @property
     def ranks_per_host(self) -> int:
-        """Number of ranks on each host."""
+        """Number of the trainer's ranks on each host."""
         return self.ranks // self.hosts
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that work on different groups."""
+        """Data-parallel size: number of sets of ranks that work on different groups."""
         return self.ranks // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)

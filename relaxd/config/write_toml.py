@@ -13,11 +13,11 @@ from relaxd.config.settings_table import Place, Setting, plain, sections, settin
 
 COMMENT_WIDTH = 100
 Lines = Callable[[Setting, Any], list[str]]
-"""Function that writes a setting and its value as lines; without lines the setting is left out."""
+"""Function that writes a setting and its value as lines of TOML. It returns no lines for a setting to leave out."""
 DERIVED: Mapping[Place, Callable[[RunConfig], int]] = {
     ("trainer", "micro_batch_tokens"): lambda config: config.micro_batch_tokens
 }
-"""Settings for which 0 means a derived value, and functions that return this value."""
+"""Functions that return the value used for a setting of 0, by the setting's path."""
 
 
 def dump(config: RunConfig) -> str:
@@ -26,7 +26,8 @@ def dump(config: RunConfig) -> str:
 
 
 def dump_explained(config: RunConfig) -> str:
-    """Like `dump`, with the meaning of each section and setting as a comment. Unset settings become comments, too."""
+    """Write the configuration as TOML, like `dump`, with the meaning of each section and setting as a comment. Unset
+    settings become comments, too."""
 
     def lines(setting: Setting, value: Any) -> list[str]:
         meaning = ["", *_comment(setting.meaning)]
@@ -40,7 +41,8 @@ def dump_explained(config: RunConfig) -> str:
 
 
 def dump_changes(config: RunConfig) -> str:
-    """Write required settings and those that differ from their default, with the default as a comment."""
+    """Write the configuration as TOML: only required settings and settings that differ from their default, which is
+    added as a comment."""
 
     def lines(setting: Setting, value: Any) -> list[str]:
         if value is None or (value == setting.default and not setting.required):
