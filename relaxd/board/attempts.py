@@ -31,9 +31,9 @@ from relaxd.redis_client import parse, where
 from relaxd.redis_client.operations import RedisOperation, ask, is_cluster_node
 
 HIGH_WATER = 0.8
-"""Share of a data node's maxmemory that open groups may take."""
+"""Share of a data node's maxmemory that the payloads of open groups may take."""
 UNLIMITED_SHARE = 0.25
-"""Assumed limit of a data node without a maxmemory, as a share of its machine's memory."""
+"""Memory limit assumed for a data node without a maxmemory, as a share of its machine's memory."""
 
 
 def node_of(payload: str, nodes: int) -> int:
@@ -84,22 +84,22 @@ def _memory(facts: dict[str, Any]) -> RedisMemory:
 
 
 SLICE_BYTES = 1 << 20
-"""Maximum bytes under one key."""
+"""Maximum size of one slice of a payload (the value of one Redis key), in bytes."""
 SEPARATORS = frozenset(",:|@")
-"""Characters that a large column's name must not have: pointers, and lists of them, use them."""
+"""Characters that the name of a large column must not have: they separate parts of pointers, and lists of pointers."""
 
 
 class Slice(NamedTuple):
-    """A part of a large payload."""
+    """Slice of a large payload, with its key and its server."""
 
     node: int | None
-    """The data node that stores it; None: the board's Redis."""
+    """Index of the data node that stores the slice; None: the board's Redis."""
     key: str
     data: Payload
 
 
 class Attempt:
-    """A group's encoded columns, to be written under a new name."""
+    """Encoded columns of a group, to be written to Redis under a new attempt name."""
 
     __slots__ = ("_large", "_name", "_nodes", "_prefix", "large_bytes", "nbytes", "pointer", "shared")
 
@@ -112,14 +112,15 @@ class Attempt:
         nodes: int = 0,
         large_bytes: int = LARGE_COLUMN_BYTES,
     ) -> None:
-        """Encode columns for a run's `prefix` and `nodes` data nodes, under a new name. Raises ColumnError.
+        """Encode columns under the attempt's name. Raises ColumnError.
 
-        A column of at least `large_bytes` gets a separate payload.
+        `prefix`: that of the run's keys. `nodes`: number of data nodes. A column of at least `large_bytes` gets a
+        separate payload.
         """
         small = []
         self._large: dict[str, Payload] = {}
         self.large_bytes = 0
-        """Bytes to write before the script runs."""
+        """Total size of the large payloads, in bytes: they are written before the committing script runs."""
         for column, value in columns.items():
             encoded = encode_column(column, value)
             if encoded[2] < large_bytes:
@@ -132,13 +133,13 @@ class Attempt:
         self._prefix = prefix
         self._nodes = nodes
         self.shared = payload_of(small)
-        """The payload that all small columns share."""
+        """Payload that contains all small columns."""
         self.nbytes = self.shared.nbytes + self.large_bytes
-        """Bytes of all payloads."""
+        """Total size of all of the attempt's payloads, in bytes."""
         self.rename(name)
 
     def rename(self, name: str) -> None:
-        """Give the attempt a new name; data written under the old name is not used."""
+        """Give the attempt a new name. Payloads that were written under the old name are then not used."""
         self._name = self.pointer = f"{name}:{self.shared.nbytes}"
         if not self._large:
             return
@@ -149,12 +150,12 @@ class Attempt:
 
     @property
     def shared_key(self) -> str:
-        """The key of the payload that the small columns share."""
+        """Redis key of the payload that contains all small columns."""
         return f"{self._prefix}columns:{self._name}"
 
     @property
     def on_nodes(self) -> bool:
-        """True if it has payloads on data nodes."""
+        """True if the attempt has payloads on data nodes."""
         return bool(self._nodes and self._large)
 
     def slices(self) -> Iterator["Slice"]:
@@ -175,17 +176,17 @@ def new_names(group_ids: Iterable[str]) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Location of a payload."""
+    """Where a payload is stored: its keys and its server."""
 
     keys: tuple[str, ...]
-    """Keys of its slices, in order, shared with no other payload."""
+    """Keys of the payload's slices, in order. No other payload has these keys."""
     nbytes: int
     node: int | None = None
-    """The data node that stores it; None: the board's Redis."""
+    """Index of the data node that stores the payload; None: the board's Redis."""
 
 
 def places(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, Place]:
-    """Return the place of each of a writer's columns. Raises ValueError if the pointer is damaged."""
+    """Return for each column where its payload is stored. Raises ValueError if the pointer is damaged."""
     if "," not in pointer:  # nothing is large
         return dict.fromkeys(columns, _shared_place(prefix, pointer))
     shared, large = _parse(prefix, pointer)
@@ -193,13 +194,13 @@ def places(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, Place
 
 
 def all_places(prefix: str, pointer: str) -> list[Place]:
-    """Return the places of all payloads of a pointer. Raises ValueError if the pointer is damaged."""
+    """Return where all payloads of a pointer are stored. Raises ValueError if the pointer is damaged."""
     shared, large = _parse(prefix, pointer)
     return [shared, *large.values()]
 
 
 def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
-    """Return the place of the shared payload, and the payload of each large column."""
+    """Return where a pointer's payloads are stored: the payload of small columns, and that of each large column."""
     name, _, rest = pointer.partition(",")
     shared = _shared_place(prefix, name)
     (key,) = shared.keys
@@ -215,12 +216,12 @@ def _parse(prefix: str, pointer: str) -> tuple[Place, dict[str, Place]]:
 
 
 def _shared_place(prefix: str, name: str) -> Place:
-    """Return the place of the payload of small columns, from the first part of a pointer."""
+    """Return where the payload of small columns is stored, from the first part of a pointer."""
     return Place((f"{prefix}columns:{name}",), int(name[name.rfind(":") + 1 :]))
 
 
 def _cut(payload: Payload) -> Iterator[Payload]:
-    """Cut a payload into slices; all but the last have SLICE_BYTES."""
+    """Yield the slices of a payload, all of SLICE_BYTES except the last."""
     gathered: list[bytes | memoryview] = []
     room = SLICE_BYTES
     for part in payload.parts:
@@ -237,11 +238,15 @@ def _cut(payload: Payload) -> Iterator[Payload]:
 
 
 SHOWN_BYTES = 16 << 20
-"""Maximum bytes of a step's samples, unless the first alone has more; also the maximum of all steps in Redis."""
+"""Maximum size of the samples to show to people, in bytes: of one step (except that its first sample is always kept),
+and of all steps in Redis together."""
 
 
 def samples_attempt(prefix: str, step: int, samples: Sequence[Mapping[str, Any]]) -> tuple[int, Attempt]:
-    """Encode a step's samples. Returns the number that fits into SHOWN_BYTES, and an attempt to write them."""
+    """Encode a step's samples to show to people, as many as fit into SHOWN_BYTES.
+
+    Returns their number, and the attempt with which to write them.
+    """
     columns = {}
     left = SHOWN_BYTES
     for index, sample in enumerate(samples):
@@ -254,14 +259,14 @@ def samples_attempt(prefix: str, step: int, samples: Sequence[Mapping[str, Any]]
 
 
 def sample_places(prefix: str, pointer: str, indices: Sequence[int]) -> list[Place]:
-    """Return the places of samples of a step. Raises ValueError if the pointer is damaged."""
+    """Return where a step's samples with these indices are stored. Raises ValueError if the pointer is damaged."""
     names = [str(index) for index in indices]
     placed = places(prefix, pointer, names)
     return [placed[name] for name in names]
 
 
 def decode_sample(payload: bytes) -> dict[str, Any]:
-    """Decode a payload of one sample. Raises ColumnError, ValueError."""
+    """Decode the payload of one sample to show to people. Raises ColumnError, ValueError."""
     (column,) = decode_columns(payload).values()
     sample: dict[str, Any] = json.loads(np.asarray(column).tobytes())
     return sample

@@ -36,9 +36,11 @@ STORED = frozenset(DTYPES.values())
 
 
 EncodedColumn: TypeAlias = tuple[str, bytes | memoryview, int]
-"""A column as its line of a payload's header, its bytes, which for an array are the array's own, and their number."""
+"""Encoded column: its line of a payload's header, its data (an array's memory isn't copied), and the data's size in
+bytes."""
 HeaderLine: TypeAlias = tuple[str, np.dtype | None, tuple[int, ...], int, int]
-"""A column's name, dtype (None for JSON), shape, number of bytes, and that number with its padding."""
+"""Parsed line of a payload's header: column name, dtype (None for JSON), shape, and size in bytes without and with
+padding."""
 
 
 def encode_column(name: str, value: Column) -> EncodedColumn:
@@ -58,7 +60,7 @@ def encode_column(name: str, value: Column) -> EncodedColumn:
 
 
 def payload_of(columns: Sequence[EncodedColumn]) -> Payload:
-    """Return columns as one payload, in which arrays aren't copied."""
+    """Join encoded columns into one payload, without copying arrays."""
     lines: list[str] = []
     parts: list[bytes | memoryview] = [b""]
     nbytes = 0
@@ -108,7 +110,7 @@ def decode_columns(payload: bytes) -> dict[str, Column]:
 
 @lru_cache(maxsize=4096)
 def _line(name: str, dtype: np.dtype | None, shape: tuple[int, ...], size: int) -> str:
-    """Format a column's header line. No dtype: JSON."""
+    """Return a column's line of a payload's header. `dtype`: None for JSON."""
     if not name.isprintable() or not name:
         raise ColumnError(f"column name {name!r} must not be empty or have control characters")
     return f"{name}\t{dtype.str if dtype else JSON_DTYPE}\t{','.join(map(str, shape))}\t{size}"
@@ -116,7 +118,7 @@ def _line(name: str, dtype: np.dtype | None, shape: tuple[int, ...], size: int) 
 
 @lru_cache(maxsize=4096)
 def _header(lines: tuple[str, ...]) -> bytes:
-    """Return a payload's beginning, up to its data."""
+    """Return the bytes of a payload that precede its data, from the lines of its header."""
     header = "\n".join(lines).encode()
     header += b" " * (-len(header) % ALIGNMENT)
     return PREFIX.pack(MAGIC, len(header)) + header
@@ -124,7 +126,7 @@ def _header(lines: tuple[str, ...]) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _parse(header: bytes) -> tuple[HeaderLine, ...]:
-    """Parse header lines and check each. Raises ColumnError."""
+    """Parse and check the lines of a payload's header. Raises ColumnError."""
     try:
         text = header.decode().rstrip(" ")
         return tuple(_parse_line(*line.split("\t")) for line in text.split("\n")) if text else ()
@@ -149,7 +151,7 @@ def _parse_line(name: str, dtype: str, shape: str, size: str) -> HeaderLine:
 
 
 def _storable(name: str, value: ndarray) -> ndarray:
-    """Return the array contiguous and little-endian. Raises ColumnError."""
+    """Return an array with the same values that is contiguous and little-endian. Raises ColumnError."""
     array = value if value.flags.c_contiguous else np.ascontiguousarray(value)
     dtype = array.dtype
     if dtype.str not in DTYPES:

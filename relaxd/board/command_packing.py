@@ -5,21 +5,21 @@ from dataclasses import dataclass
 from redis.exceptions import DataError
 
 LARGE_BYTES = 6000
-"""Arguments, and parts of arguments, of at least this size are sent without copying."""
+"""Minimum size in bytes of a command's argument, or part of one, that is sent without being copied."""
 LENGTHS = [b"$%d\r\n" % length for length in range(LARGE_BYTES)]
 
 
 @dataclass(slots=True)
 class Payload:
-    """An argument in parts, such as a header and an array."""
+    """Argument of a Redis command, in parts that are sent one after the other, such as a header and an array."""
 
     parts: list[bytes | memoryview]
     nbytes: int
-    """Bytes of all parts."""
+    """Total size of the parts, in bytes."""
 
 
 class CommandPacker:
-    """Packs a command in the RESP protocol; a `command_packer` of redis-py's connections."""
+    """Packs Redis commands in the RESP protocol, for redis-py's connections."""
 
     def pack(self, *arguments: str | bytes | int | float | Payload) -> list[bytes | memoryview]:
         """Pack a command into chunks to send in order. Raises DataError for an argument of another type."""

@@ -9,22 +9,25 @@ from relaxd.board import LedgerEntry, LedgerTrimmed
 from relaxd.run_folder import LEDGER
 
 ReadLedger = Callable[[int, int], list[LedgerEntry]]
-"""Function of a step and a maximum number that returns the committed steps after that step, such as `Board.ledger`."""
+"""Type of functions (after_step, limit) that return at most `limit` committed steps after a step."""
 PAGE = 16
-"""Number of steps to read at once: a plan may have hundreds of kilobytes."""
+"""Number of committed steps to read at once: the plan of a step may have hundreds of kilobytes."""
 STEP = re.compile(rb'\{"step": (\d+),')
-"""Beginning of a ledger line, which shows its step without parsing the plan."""
+"""Matches the beginning of a line of ledger.jsonl, which shows the step without parsing the plan."""
 
 
 class CommittedSteps:
-    """Reads committed steps in order. The coordinator trims the board only after it wrote them to the folder."""
+    """Reads committed steps in order: from the board, or from ledger.jsonl those that the board no longer has.
+
+    The coordinator trims steps from the board only after it wrote them to the run's folder.
+    """
 
     def __init__(self, read: ReadLedger, folder: Path) -> None:
-        """`read` reads the board's ledger; `folder` is the run's."""
+        """`read`: reads the board's ledger. `folder`: the run's folder."""
         self._read = read
         self._path = folder / LEDGER
         self._position = (0, 0)
-        """A step, and the byte offset of the next step's line, where reads of later steps start."""
+        """A step, and the byte offset in ledger.jsonl of the next step's line, where reads of later steps start."""
 
     def __call__(self, after_step: int, limit: int) -> list[LedgerEntry]:
         """Return at most `limit` steps after `after_step`.
@@ -40,13 +43,13 @@ class CommittedSteps:
             return entries
 
     def pages(self, after_step: int) -> Iterator[list[LedgerEntry]]:
-        """Yield all steps after `after_step`, page by page. Raises the errors of the board's calls."""
+        """Yield all committed steps after `after_step`, in lists of at most PAGE. Raises the board's errors."""
         while page := self(after_step, PAGE):
             yield page
             after_step = page[-1].step
 
     def _from_file(self, after_step: int, limit: int) -> list[LedgerEntry]:
-        """Return the steps after `after_step` that the file has, at most `limit`."""
+        """Return at most `limit` of the steps after `after_step` in ledger.jsonl."""
         entries: list[LedgerEntry] = []
         if not self._path.is_file():
             return entries

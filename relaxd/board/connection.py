@@ -39,16 +39,16 @@ BACKOFF = Backoff(first_seconds=0.02, max_seconds=1.0)
 
 
 class Retries:
-    """The attempts of one operation."""
+    """Decides whether and when an operation on Redis is tried again after an error."""
 
     def __init__(self, url: str, seconds: float) -> None:
-        """`seconds` limits all attempts together."""
+        """`seconds`: maximum time of all attempts together."""
         self._url = url
         self._deadline = time.monotonic() + seconds
         self._failures = 0
 
     def pause_after(self, error: redis.RedisError) -> float:
-        """Return the seconds until the next attempt.
+        """Return the seconds to wait after an error before the operation is tried again.
 
         Raises BoardUnavailable once no time is left, another BoardError if Redis refuses the operation, and any other
         error unchanged.
@@ -70,17 +70,17 @@ Connection = TypeVar("Connection")
 
 
 class Servers(Generic[Connection]):
-    """The connections to all servers, by the names that operations use."""
+    """Connections to the board's Redis and the data nodes, by the name with which operations ask for a server."""
 
     def __init__(self, connect: Callable[[str], Connection], board: Connection, urls: Sequence[str]) -> None:
-        """`urls`: board.data_urls."""
+        """`connect`: opens a connection to a URL. `urls`: the data nodes' URLs, board.data_urls."""
         self._connect = connect
         self.board = board
         self.data = tuple(connect(url) for url in urls)
         self._named = dict(zip(urls, self.data, strict=True))
 
     def at(self, server: At) -> Connection:
-        """Return the connection to a server. Raises BoardError: there is no data node of this number."""
+        """Return the connection to a server. Raises BoardError if no data node has this number."""
         if server is None:
             return self.board
         if isinstance(server, str):
@@ -93,18 +93,18 @@ class Servers(Generic[Connection]):
 
     @property
     def every(self) -> tuple[Connection, ...]:
-        """All connections, the board's own first."""
+        """All open connections; the first is to the board's Redis."""
         return (self.board, *self._named.values())
 
 
 T = TypeVar("T")
 
 RAW_REPLIES = ("XREADGROUP", "XPENDING")
-"""Commands whose replies redis-py would convert to dictionaries."""
+"""Redis commands whose replies are used as they are, although redis-py would convert them to dictionaries."""
 
 
 class _Connection:
-    """Settings and client of a connection, blocking or in asyncio."""
+    """Base class of connections to one Redis: their settings, and redis-py's client, blocking or in asyncio."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Connection:
         retry_seconds: float,
         **own: Any,
     ) -> None:
-        """`tag`: hash tag of the run's keys, which selects a cluster's node. `own`: further settings for `connect`."""
+        """`tag`: hash tag of the run's keys, which selects a cluster's node. `own`: further arguments of `connect`."""
         self.url = url
         self.retry_seconds = retry_seconds
         self.timeout_seconds = timeout_seconds
@@ -128,7 +128,7 @@ class _Connection:
 
     @property
     def _waits(self) -> dict[str, Any]:
-        """Settings of a write's wait for its replicas, which ends before the read of its reply times out."""
+        """Arguments for a write's wait: number of replicas, and how long, which is less than the read's time-out."""
         return {"replicas": self._replicas, "seconds": self.timeout_seconds / 2}
 
 
@@ -146,7 +146,7 @@ class RedisConnection(_Connection):
         super().__init__(connect, url, retry=Retry(NoBackoff(), 0), command_packer=CommandPacker(), **settings)
 
     def send(self, request: Request) -> list[Any]:
-        """Execute an operation's request."""
+        """Send the commands of an operation's request to Redis, and return their replies."""
         if isinstance(request, FindKeys):
             return self.run(lambda client: keys_of(client, request.prefix))
         if request.how == "write":
@@ -154,11 +154,11 @@ class RedisConnection(_Connection):
         return self.run(lambda client: read(client, request.commands, atomic=request.how == "atomic"))
 
     def write(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands in one round trip. Returns their replies once the replicas have the writes."""
+        """Send writing commands in one round trip. Returns their replies once Redis's replicas have the writes."""
         return self.run(lambda client: acknowledged(client, commands, **self._waits))
 
     def run(self, operation: Callable[[redis.Redis], T]) -> T:
-        """Run an operation, retrying it with back-off on connection and transient errors of Redis."""
+        """Call `operation` with redis-py's client; on lost connections and transient errors, retry it with back-off."""
         retries = Retries(self.url, self.retry_seconds)
         while True:
             try:
@@ -170,7 +170,7 @@ class RedisConnection(_Connection):
                 time.sleep(retries.pause_after(error))  # brief: at most retry_seconds in all
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections of the pool."""
         self.client.close()
 
 
@@ -190,11 +190,11 @@ class BlockingFace(Blocking):
 
 
 AT_ONCE = 64
-"""Maximum number of concurrent operations, one connection each; further ones wait."""
+"""Maximum number of concurrent operations, each on a separate connection; further operations wait."""
 
 
 class AsyncRedisConnection(_Connection):
-    """A connection pool for one event loop. See RedisConnection."""
+    """Connection pool for one event loop, which otherwise behaves as `RedisConnection`."""
 
     client: redis.asyncio.Redis
 
@@ -203,7 +203,7 @@ class AsyncRedisConnection(_Connection):
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def send(self, request: Request) -> list[Any]:
-        """Execute an operation's request."""
+        """Send the commands of an operation's request to Redis, and return their replies."""
         if isinstance(request, FindKeys):
             return await self.run(lambda client: keys_of_async(client, request.prefix))
         if request.how == "write":
@@ -211,11 +211,11 @@ class AsyncRedisConnection(_Connection):
         return await self.run(lambda client: read_async(client, request.commands, atomic=request.how == "atomic"))
 
     async def write(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands in one round trip. Returns their replies once the replicas have the writes."""
+        """Send writing commands in one round trip. Returns their replies once Redis's replicas have the writes."""
         return await self.run(lambda client: acknowledged_async(client, commands, **self._waits))
 
     async def run(self, operation: Callable[[redis.asyncio.Redis], Awaitable[T]]) -> T:
-        """Run an operation, retrying it with back-off on connection and transient errors of Redis."""
+        """Call `operation` with redis-py's client; on lost connections and transient errors, retry it with back-off."""
         retries = Retries(self.url, self.retry_seconds)
         while True:
             try:
@@ -228,7 +228,7 @@ class AsyncRedisConnection(_Connection):
                 await asyncio.sleep(retries.pause_after(error))  # brief: at most retry_seconds in all
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections of the pool."""
         await self.client.aclose()
 
 

@@ -14,11 +14,11 @@ from relaxd.reasons import TRUNCATED
 from relaxd.telemetry import trace_id
 
 RIGHT_FROM = 1.0
-"""Minimum reward of a sample that counts as right in the metrics of training."""
+"""Minimum reward with which a sample counts as right in training metrics."""
 
 
 def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
-    """Return the summary figures of a stage's columns.
+    """Return figures that summarise a group, from the columns that a stage has written.
 
     tokens: mean length of the group's samples; truncated: share of samples that a limit cut off; continued:
     maximum number of times that a sample was cut off and continued (where the run counts them); reward:
@@ -44,7 +44,7 @@ def facts_of(columns: Mapping[str, Column]) -> dict[str, float]:
 
 
 def facts_json(facts: Mapping[str, JSON]) -> str:
-    """Return the summary as the board stores it; "" if it is empty."""
+    """Encode a group's summary figures as JSON, as the board stores them; "" if there are none."""
     return json.dumps(dict(facts), separators=(",", ":")) if facts else ""
 
 
@@ -66,22 +66,22 @@ def parse_fate(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GroupSequence:
-    """One sequence of a group."""
+    """Sequence of a group: prompt, tokens and loss mask."""
 
     prompt: NDArray[np.integer]
-    """[P] token ids of the prompt that its group shares; empty for a sequence that begins with its own."""
+    """Token ids of the prompt that the group's sequences share, [P]; empty if this sequence begins with its own."""
     tokens: NDArray[np.integer]
-    """[L] its own token ids."""
+    """Token ids of the sequence after the shared prompt, [L]."""
     loss_mask: NDArray[np.uint8]
-    """uint8 [L]: 1 for tokens to train on."""
+    """Loss mask of `tokens`: 1 for tokens to train on, else 0; uint8 [L]."""
 
 
 def read_sequences(columns: Mapping[str, Column], prompt: str) -> list[GroupSequence]:
     """Return the sequences of a group, at least one.
 
     Args:
-        columns: the group's.
-        prompt: the column with the prompt that they continue.
+        columns: the group's columns.
+        prompt: name of the column with the prompt that the sequences continue.
 
     Raises:
         ValueError: the columns are malformed.

@@ -10,21 +10,21 @@ T = TypeVar("T")
 Placed = TypeVar("Placed", Slice, Place)
 
 BYTES_TOGETHER = 4 << 20
-"""Maximum bytes in one round trip, unless a single value is larger: Redis copies a whole reply before it serves
-others."""
+"""Maximum size of the values in one round trip, in bytes, unless a single value is larger: Redis copies a whole reply
+before it serves other clients."""
 KEYS_TOGETHER = 64
-"""Maximum keys in one UNLINK: Redis frees strings before it serves others."""
+"""Maximum number of keys in one UNLINK: Redis frees strings before it serves other clients."""
 SLOWEST_BYTES_PER_SECOND = 1 << 20
-"""Minimum bytes per second of a writer; a slower one may be taken for dead."""
+"""Minimum speed of a process that writes payloads, in bytes per second; a slower one may be taken for dead."""
 
 
 def patience(nbytes: int, orphan_seconds: float) -> int:
-    """Return the milliseconds from registration to commit that attempts of `nbytes` may take."""
+    """Return the maximum time from registration to commit of attempts with `nbytes` of payloads, in milliseconds."""
     return max(1, int(1000 * (orphan_seconds + nbytes / SLOWEST_BYTES_PER_SECOND)))
 
 
 def write(attempts: Iterable[Attempt], milliseconds: int) -> RedisOperation[None]:
-    """Write large payloads. Each slice expires after `milliseconds`, unless it is kept."""
+    """Write the large payloads of attempts. Each slice expires after `milliseconds`, unless it is made permanent."""
     slices = (one for attempt in attempts for one in attempt.slices())
     for together in gather(slices, lambda one: one.data.nbytes, BYTES_TOGETHER):
         for node, of_node in _by_node(together):
@@ -40,9 +40,9 @@ def writes(slices: Iterable[Slice], milliseconds: int) -> list[Command]:
 
 
 def keep(places: Iterable[Place]) -> RedisOperation[set[Place]]:
-    """Make payloads on data nodes permanent. Returns the places of those of which a part is missing.
+    """Make payloads on data nodes permanent. Returns the places of the payloads that lack a slice.
 
-    The committing script does it for payloads on the board's Redis.
+    For payloads on the board's Redis, the committing script does this.
     """
     missing = set()
     for node, of_node in _by_node(place for place in places if place.node is not None):
@@ -55,9 +55,9 @@ def keep(places: Iterable[Place]) -> RedisOperation[set[Place]]:
 
 
 def read(places: Iterable[Place], *last: Any) -> RedisOperation[tuple[dict[str, bytes | None], Any]]:
-    """Read payloads. Returns them by the first key of their place, and the board's reply to a `last` command.
+    """Read payloads. Returns them by the first key of each, and the board's reply to a `last` command.
 
-    A payload with a missing part is None. The last command, if any, runs after all reads.
+    A payload that lacks a slice is None. The last command, if any, runs after all reads.
     """
     found: dict[str, bytes | None] = {}
     on_board: list[Place] = []
@@ -83,13 +83,13 @@ def read(places: Iterable[Place], *last: Any) -> RedisOperation[tuple[dict[str, 
 
 
 def unlink(places: Iterable[Place]) -> RedisOperation[None]:
-    """Free payloads."""
+    """Delete the keys of payloads from Redis."""
     for node, of_node in _by_node(places):
         yield from unlink_keys((key for place in of_node for key in place.keys), at=node)
 
 
 def unlink_keys(keys: Iterable[str], at: At = None) -> RedisOperation[None]:
-    """Free keys of one server."""
+    """Delete keys from one server, at most KEYS_TOGETHER with each command."""
     for together in gather(keys, lambda key: 1, KEYS_TOGETHER):
         yield Send([("UNLINK", *together)], at, how="write")
 
@@ -109,7 +109,7 @@ def gather(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[
 
 
 def _reads(places: Iterable[Place]) -> list[Command]:
-    """Return the commands that read payloads of one server."""
+    """Return the MGET commands that read payloads from one server, with at most BYTES_TOGETHER for each."""
     commands: list[list[Any]] = []
     left = 0
     for place in places:
@@ -124,7 +124,7 @@ def _reads(places: Iterable[Place]) -> list[Command]:
 
 
 def _by_node(items: Iterable[Placed]) -> list[tuple[int | None, list[Placed]]]:
-    """Sort slices or places by their data node."""
+    """Group slices or places by data node. Returns pairs of a node (None: the board's Redis) and its items."""
     by_node: dict[int | None, list[Placed]] = {}
     for item in items:
         by_node.setdefault(item.node, []).append(item)

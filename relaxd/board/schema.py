@@ -20,27 +20,27 @@ from relaxd.text import table_rows
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """The declaration of one column."""
+    """Declaration of one column of a group."""
 
     name: str
     writer: str
-    """The stage that writes it; "publish": the coordinator, with the prompt. Columns of "train", the trainer, are only
-    in its step files."""
+    """Stage that writes the column. "publish": the coordinator, with the prompt. "train": the trainer, only into step
+    files."""
     dtype: str
     """numpy's name of the dtype that the writer uses; "json" for JSON values."""
     shape: str
-    """In words: B bytes of media, P prompt tokens, Q tokens of the teacher's prompt, n samples, S sequences, T tokens
-    of all sequences, one after the other, k candidates for each of them, m of them the student's own; "" for a value
-    that belongs to the group."""
+    """Axes of the column, such as "T, k"; "" for a single value of the group. B: bytes of media, P: prompt tokens,
+    Q: tokens of the teacher's prompt, n: samples, S: sequences, T: tokens of all sequences, k: candidates per token,
+    m: the student's candidates per token."""
     meaning: str
     trained: bool = True
-    """True if the trainer reads it and keeps it in step files."""
+    """True if the trainer reads the column and keeps it in step files."""
     optional: bool = False
-    """True if only some runs have it."""
+    """True if only some runs have the column."""
 
     @property
     def kinds(self) -> str:
-        """numpy's letters of the dtype kinds that readers accept, in any width; an unsigned column may be signed."""
+        """numpy's letters of the dtype kinds that readers accept, in any width: "iu" for an unsigned column."""
         return {"i": "i", "u": "iu", "f": "f"}[self.dtype[0]]
 
 
@@ -48,7 +48,7 @@ ROUTED_EXPERTS = "routed_experts"
 """Column of the experts that each token was sent to, in runs with rollout.return_routed_experts. The trainer reads it,
 or writes it into its step files, depending on trainer.routing_replay."""
 CONTINUED = "continued"
-"""Column of the number of times that each sequence was cut off and continued, in runs with rollout.partial.enabled."""
+"""Column that counts how often each sequence was cut off and continued, in runs with rollout.partial.enabled."""
 OFF_POLICY_TOKENS = "off_policy_tokens"
 """Column of the number of tokens of each sequence that older weights wrote and that aren't trained on, in runs with
 rollout.partial.mask_off_policy."""
@@ -57,19 +57,19 @@ STUDENT_CANDIDATES = "student_candidates"
 RESPONSE_MESSAGES = "response_messages"
 """Column of the messages of conversations, for rewards."""
 ENVIRONMENT_REWARD = "environment_reward"
-"""Column of the sum of the environment's rewards of each sample."""
+"""Column of the sum of the rewards that the environment gave each sample."""
 ENVIRONMENT_INFO = "environment_info"
-"""Column of the environment's own numbers."""
+"""Column of the numbers that the environment reports about each sample."""
 TURNS = "turns"
-"""Column of the number of the model's messages in each sample."""
+"""Column that counts the model's messages in each sample."""
 ENVIRONMENT_SECONDS = "environment_seconds"
-"""Column of the time that the environment took for each sample."""
+"""Column of the time that the environment took for each sample, in seconds."""
 OUTSIDE_SECONDS = "outside_generation_seconds"
-"""Column of the time of each conversation in which no engine generated."""
+"""Column of the time during each conversation in which no engine was asked for a message, in seconds."""
 TOOL_CALLS = "tool_calls"
-"""Column of the number of tool calls in each sample."""
+"""Column that counts the tool calls in each sample."""
 TOOL_ERRORS = "tool_errors"
-"""Column of the number of failed tool calls in each sample."""
+"""Column that counts each sample's tool calls that name no tool or can't be read."""
 OF_CONVERSATIONS = (
     *(RESPONSE_MESSAGES, ENVIRONMENT_REWARD, ENVIRONMENT_INFO, TURNS, ENVIRONMENT_SECONDS),
     *(OUTSIDE_SECONDS, TOOL_CALLS, TOOL_ERRORS),
@@ -78,22 +78,23 @@ OF_CONVERSATIONS = (
 PLAYER = "player"
 """Column of the player whose view each sequence shows."""
 SEQUENCE_REWARD = "sequence_reward"
-"""Column of each sequence's own reward."""
+"""Column of the reward of each sequence, in runs with agent.credit = "sequence"."""
 MESSAGE_RETURNS = "message_returns"
-"""Column of the rewards that followed each message of the model."""
+"""Column of the sum of rewards after each message of the model, in runs with agent.credit = "step"."""
 OF_CREDIT: dict[str, tuple[str, ...]] = {
     "sample": (),
     "sequence": (PLAYER, SEQUENCE_REWARD),
     "step": (PLAYER, MESSAGE_RETURNS),
 }
-"""Additional columns of a run for each value of agent.credit."""
+"""Columns that a run has in addition, by its value of agent.credit."""
 REF_LOGPROBS = "ref_logprobs"
 """Column of log-probs under the reference model. A reference service writes it; without one the trainer computes it if
 necessary."""
 REFERENCE_WEIGHTS = "reference_weights"
-"""Column of the weights that computed `REF_LOGPROBS`, in runs whose reference service adopts the policy's weights."""
+"""Column that names the weights with which `REF_LOGPROBS` were computed, in runs whose reference service adopts the
+policy's weights."""
 TEACHER_LOGPROBS = "teacher_logprobs"
-"""Column of log-probs under the teacher, in runs whose advantages or loss use one."""
+"""Column of log-probs under the teacher, in runs whose advantages or loss use a teacher."""
 CANDIDATES = "candidates"
 """Column of the tokens for which the loss compares student and teacher at each position."""
 TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
@@ -101,12 +102,12 @@ TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
 TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
 """Column of the teacher's prompt, in runs whose teacher sees more of it than the student."""
 PROMPT_MEDIA = "prompt_media"
-"""Column that lists a prompt's media, in runs whose prompts may have some."""
+"""Column that lists a prompt's media, in runs whose prompts may have media."""
 MEDIA_CONTENTS = "media_contents"
 """Column of the media that `PROMPT_MEDIA` lists, as bytes."""
 OF_MEDIA = (PROMPT_MEDIA, MEDIA_CONTENTS)
 SEQUENCE_MEDIA = "sequence_media"
-"""Column that lists the media of each sequence, in runs whose conversations may have some."""
+"""Column that lists the media of each sequence, in runs whose conversations may have media."""
 SEQUENCE_CONTENTS = "sequence_contents"
 """Column of the media that `SEQUENCE_MEDIA` lists, as bytes."""
 OF_SEQUENCE_MEDIA = (SEQUENCE_MEDIA, SEQUENCE_CONTENTS)
@@ -117,11 +118,11 @@ VALUES = "values"
 """Column of the critic's values, one per token. A critic service writes it, if the run has one; else the trainer's
 critic, if there is one, computes it before a step's first update."""
 CRITIC_STATE = "critic_state"
-"""Column of the state that a critic service had when it computed `VALUES`."""
+"""Column with the critic service's last trained step, and its metrics in that step, when it computed `VALUES`."""
 RETURNS = "returns"
-"""Column of the values to which the critic is fitted."""
+"""Column of returns, to which the critic's values are fitted: advantage plus value."""
 ADVANTAGES = "advantages"
-"""Column of the tokens' weights in the loss."""
+"""Column of advantages, one per token; with a critic, of the tokens' rewards."""
 VERSIONS = "versions"
 """Column of the weight version of each token that the model wrote."""
 WEIGHT_RECEIPTS = "weight_receipts"
@@ -223,21 +224,21 @@ def _column(row: str) -> ColumnSpec:
 
 
 COLUMNS = {column.name: column for column in map(_column, table_rows(_TABLE))}
-"""All columns, in the order in which they are written."""
+"""Declarations of all columns by name, in the order in which the columns are written."""
 
 
 def written_by(stage: str, optional: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the columns that a stage writes in a run with these optional columns."""
+    """Return the names of the columns that a stage writes in a run with these optional columns."""
     return tuple(c.name for c in COLUMNS.values() if c.writer == stage and (not c.optional or c.name in optional))
 
 
 def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the columns that the trainer reads in a run with these optional columns."""
+    """Return the names of the columns that the trainer reads in a run with these optional columns."""
     return tuple(c.name for c in COLUMNS.values() if c.trained and (not c.optional or c.name in optional))
 
 
 def token_bytes(columns: Collection[str], candidates: int = 0, of_student: int = 0) -> int:
-    """Return the bytes per token of the given columns. Columns without a value for each token don't count.
+    """Return the total bytes per token of columns. Columns without a value for each token don't count.
 
     Args:
         columns: names of columns.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def explain_limit(answer: str) -> tuple[str, str]:
-    """Split the gate's reply, a word and numbers, into the word and a sentence that explains it."""
+    """Split the gate's reply, a limit's word and numbers, into the word and a sentence that explains the limit."""
     word, *texts = answer.split()
     numbers = [int(float(text)) for text in texts]
     return word, _SENTENCES[word](*numbers)
@@ -90,13 +90,13 @@ COMMENT = re.compile(r"^ *--.*", re.MULTILINE)
 DELETE_UNWANTED = """#!lua flags=allow-oom
 for key in function() return redis.call('LPOP', KEYS[1]) or nil end do redis.call('UNLINK', key) end
 """
-"""Script that deletes the keys in a list, and the list."""
+"""Lua script that deletes all Redis keys that a list names, and the list."""
 GROWING = {"publish", "create"}
-"""Scripts that a full Redis refuses. It must run all others, because they free memory."""
+"""Scripts that a full Redis refuses to run. It must run all other scripts, because they free memory."""
 LIBRARY, SIDES = "library", ("coordinator", "stage", "trainer")
-"""Folders within `lua`: one with the files that scripts include, and one with the scripts of each side of the board."""
+"""Folders within `lua`: one of files that scripts include, and one of scripts for each side of the board."""
 SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
-"""Files of lua/library, besides common.lua, that each script includes."""
+"""Names of the files in lua/library that a script includes in addition to common.lua, by script."""
 
 
 @cache
@@ -110,13 +110,13 @@ def script_text(name: str) -> str:
 
 @cache
 def script_names() -> tuple[str, ...]:
-    """Return the names of all scripts."""
+    """Return the names of all of the board's scripts."""
     return tuple(sorted(_scripts()))
 
 
 @cache
 def _scripts() -> dict[str, Traversable]:
-    """Return the file of each script by name; its folder is its side of the board."""
+    """Return the files of the scripts by script name, from the folders of all sides of the board."""
     return {name: file for side in SIDES for name, file in _files(side).items()}
 
 
@@ -138,7 +138,7 @@ def script_loads() -> list[Command]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Ignore an unavailable Redis while scripts are loaded: the operation that needs them is repeated."""
+    """Ignore errors of an unavailable Redis while scripts are loaded: the operation that needs them is retried."""
     try:
         yield
     except RedisError as error:
@@ -148,7 +148,7 @@ def loading() -> Iterator[None]:
 
 
 def translate(error: ResponseError) -> BoardError:
-    """Map a script's error reply, whose first word is the kind, to an exception."""
+    """Return the exception for a script's error reply; the reply's first word is the kind of the error."""
     kind, _, detail = str(error).partition(" ")
     if kind == "GATE":
         return GateClosed(*explain_limit(detail))
@@ -158,7 +158,7 @@ def translate(error: ResponseError) -> BoardError:
 
 
 def script_call(name: str, prefix: str, *arguments: Any) -> Command:
-    """Return the command that runs a script."""
+    """Return the Redis command that runs a script with a run's key prefix and these arguments."""
     return ("EVALSHA", script_hash(name), 1, prefix, *arguments)
 
 

@@ -8,55 +8,58 @@ from relaxd.config import RunConfig
 from relaxd.text import byte_amount
 
 NO_EVICTION = "noeviction"
-"""The maxmemory-policy under which Redis evicts nothing."""
+"""Redis's maxmemory-policy under which it evicts no keys."""
 TEXT_BYTES = 11
-"""Maximum bytes of a token's text."""
+"""Estimated maximum size of one token's text, in bytes."""
 GROUP_BYTES = 4096
-"""Bytes of a group in addition to its tokens."""
+"""Estimated size of a group in Redis without its tokens, in bytes."""
 MEDIA_TOKEN_BYTES = {"image": 3200, "video": 6400, "audio": 3200}
-"""Maximum bytes of stored media per token, by kind. Image: PNG of 32 x 32 pixels of noise; video: the same for two
-frames; audio: WAV of a thirteenth of a second."""
+"""Maximum size of stored media per token, in bytes, by kind of medium. Image: a PNG of 32 x 32 pixels of noise; video:
+two such frames; audio: a WAV of a thirteenth of a second."""
 EXPECTED_SHARE = 0.25
-"""Share of rollout.max_new_tokens (and of data.max_prompt_tokens for media) at which a step must still fit into Redis;
-few tasks have shorter answers."""
+"""Length of answers at which a step must fit into Redis, as a share of rollout.max_new_tokens (for media, of
+data.max_prompt_tokens). Few tasks have shorter answers."""
 
 
 @dataclass(frozen=True)
 class RedisMemory:
-    """Memory of a Redis, in bytes."""
+    """Use and limits of the memory of a Redis, or of all data nodes together, in bytes."""
 
     used: int
     max_bytes: int
-    """Redis's maxmemory, above which it refuses writes; without one, the limit that the gate assumes."""
+    """Redis's maxmemory, above which it refuses writes; if it has none, the limit that the gate assumes."""
     high_water: int
-    """Used memory above which no surplus groups are published."""
+    """Maximum size of open groups, stored and reserved, with which the gate admits surplus groups."""
     policy: str
-    """Redis's maxmemory-policy."""
+    """Redis's maxmemory-policy, such as "noeviction"."""
 
 
 @dataclass(frozen=True)
 class SizeProblem:
-    """A limit that the run's sizes may exceed, with the setting that has it."""
+    """Size limit that a group, step or message of the run may exceed, with the setting to change."""
 
     setting: str
     message: str
     fatal: bool = True
-    """False if the run works as long as answers stay well below the maximum."""
+    """True if the run is refused; False if it works as long as answers stay well below their maximum length."""
 
 
 def worst_bytes(config: RunConfig, prompt_tokens: int, *, expert_bytes: int = 0) -> int:
-    """Return the bytes of a group whose answers have maximal length. `expert_bytes` are a token's routed experts."""
+    """Return the size in bytes of a group whose answers have maximum length.
+
+    `expert_bytes`: size of the column of routed experts, in bytes per token.
+    """
     tokens = prompt_tokens + config.rollout.samples_per_prompt * sample_tokens(config)
     return GROUP_BYTES + (_stored_bytes(config) + expert_bytes) * tokens
 
 
 def media_bytes(config: RunConfig, tokens: int) -> int:
-    """Return the maximum bytes of the media in this many tokens; 0 in a run without media."""
+    """Return the maximum size in bytes of media that take `tokens` tokens; 0 in a run without media."""
     return tokens * max((MEDIA_TOKEN_BYTES[kind] for kind in config.media_kinds), default=0)
 
 
 def sample_tokens(config: RunConfig) -> int:
-    """Return the maximum tokens of a sample. Each sequence of a conversation may have a prompt as well."""
+    """Return the maximum number of tokens of a sample; in conversations each sequence may also have a prompt."""
     own = config.data.max_prompt_tokens if config.agent.is_there else 0
     return config.agent.sequences * (config.rollout.max_new_tokens + own)
 
@@ -64,7 +67,7 @@ def sample_tokens(config: RunConfig) -> int:
 def size_problems(
     config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemory | None = None
 ) -> Iterator[SizeProblem]:
-    """Yield settings that the run's sizes may exceed. `memory` is that of its Redis, if known."""
+    """Yield a problem for each size limit that the run may exceed. `memory`: that of the run's Redis, if known."""
     rollout, board, trainer = config.rollout, config.board, config.trainer
     length = sample_tokens(config)
     answers = rollout.samples_per_prompt * length
@@ -125,9 +128,9 @@ def size_problems(
 
 
 def message_problem(config: RunConfig, max_bytes: int) -> SizeProblem | None:
-    """Return a problem if the media of a request may take more than `max_bytes`, the maximum size of a message.
+    """Return a problem if the media in a request to an engine may exceed `max_bytes`, the maximum size of a message.
 
-    A request to an engine has all media of the prompt, and of the conversation so far.
+    A request has all media of the prompt, and of the conversation so far.
     """
     prompt, of_token = config.data.max_prompt_tokens, media_bytes(config, 1)
     setting, most, what = "data.max_prompt_tokens", 0, "a prompt"

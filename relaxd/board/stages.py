@@ -12,12 +12,12 @@ from relaxd.data.curriculum.own_filter import COLUMNS as FILTER_COLUMNS
 from relaxd.roles import ROLES
 
 PUBLISH = "publish"
-"""Writer of the columns that no stage writes: the coordinator, when it publishes a prompt."""
+"""Writer of the columns that a prompt has when it is published; it stands for the coordinator, not for a stage."""
 SAMPLES = "samples"
-"""Writer of the samples of a step that are shown to people: the trainer, when it commits the step."""
+"""Writer of the samples to show to people; it stands for the trainer, which writes them when it commits a step."""
 
 TRAIN = "train"
-"""The last stage, which commits through the step ledger."""
+"""Name of the last stage, the trainer, which commits steps to the ledger instead of columns."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Stage:
     needs: tuple[str, ...]
     writes: tuple[str, ...]
     token_bytes: int = 0
-    """Bytes per token of the columns that the stage writes, for `sizes`."""
+    """Bytes per token of the columns that the stage writes, to estimate the sizes of groups."""
 
 
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -39,7 +39,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "critic": ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt"),
     "advantage": ("reward", "sample_of_sequence", "lengths"),
 }
-"""Columns that the stages before the trainer need in every run."""
+"""Names of the columns that each stage before the trainer needs in every run, by stage."""
 
 
 def _stage(
@@ -50,7 +50,7 @@ def _stage(
     *,
     before: Collection[str] = tuple(_NEEDS),
 ) -> Stage:
-    """Return a stage of a run with these optional columns.
+    """Return a stage with the columns that it reads and writes in a run with these optional columns.
 
     Args:
         name: the stage.

@@ -21,17 +21,17 @@ Column: TypeAlias = np.ndarray | JSON
 """A column's value: an array or any JSON value. Loaded arrays are read-only views."""
 
 DropKind: TypeAlias = Literal["failed", "filtered", ""]
-"""The consecutive-drop count that a drop increases: failures, groups filtered by the algorithm, or neither."""
+"""Which count of consecutive drops a drop increases: of failures, of groups filtered by the algorithm, or none."""
 DROP_COUNTERS: dict[DropKind, str] = {"failed": "consecutive_drops", "filtered": "consecutive_filtered", "": ""}
-"""Field of a run's state in Redis for each count."""
+"""Field of a run's state in Redis that has the count of consecutive drops, by kind of drop."""
 
 
 @dataclass(frozen=True)
 class NewGroup:
-    """A prompt to publish."""
+    """New group, a prompt with its columns, to be published on the board."""
 
     group_id: str
-    """Unique in the run's lifetime; printable, without spaces."""
+    """Id of the group: unique in the run's lifetime, printable, without spaces, commas or "|"."""
     columns: Mapping[str, Column] = field(default_factory=dict)
     """The prompt's columns. Unused with `retry_of`, whose prompt is already on the board."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -39,53 +39,53 @@ class NewGroup:
     worst_bytes: int = 0
     """Upper bound of the group's size (see `relaxd.board.sizes`), for which the gate reserves room."""
     retry_of: str | None = None
-    """The dropped group (one of `Board.retries()`) whose prompt this group retries."""
+    """Id of the dropped group (one of `Board.retries()`) whose prompt this group retries."""
     facts: Mapping[str, JSON] = field(default_factory=dict)
-    """Summary for the record of the group's outcome (`GroupOutcome`). Unused with `retry_of`, whose summary is on the
-    board."""
+    """Facts about the prompt for the record of the group's outcome. Unused with `retry_of`: that group's facts are on
+    the board."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """A group that a consumer holds at a stage."""
+    """Delivery of a group to a consumer of a stage, which then holds the group."""
 
     group_id: str
     entry_id: str
-    """Id of the stream entry; a group that is handed back gets a new one."""
+    """Id of the group's entry in the stage's stream; a group that is handed back gets a new entry."""
     stage: str
     consumer: str
     attempt: int
-    """1 for the first delivery of this group at this stage."""
+    """Number of the delivery of this group at this stage, counted from 1."""
     trace: dict[str, str]
     """Trace context of the span that created the group."""
     enqueued_at: int
-    """Time of the offer (or nack) by Redis's clock, in microseconds of Unix time."""
+    """Time at which the group was offered to the stage or handed back: Redis's clock, microseconds of Unix time."""
     pointers: dict[str, str] = field(repr=False, compare=False)
-    """Pointers to the columns; internal to the board."""
+    """Pointers to the payloads of the group's columns, by writer; internal to the board."""
     worked: tuple[int, int] | None = field(default=None, compare=False)
-    """Start and end of the work in microseconds of Unix time, stored with the commit (see `relaxd.board.types`)."""
+    """Start and end of the stage's work on the group, in microseconds of Unix time; stored with the commit."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The unfinished work that deliveries of a group have saved at a stage."""
+    """Unfinished work on a group that its deliveries at a stage have saved, in parts."""
 
     pointers: str = ""
-    """Pointers to the parts; internal to the board."""
+    """Pointers to the payloads of the saved parts; internal to the board."""
     parts: Sequence[Mapping[str, Column]] = ()
-    """Columns of each part, in the order of saving."""
+    """Columns of each saved part, in the order in which the parts were saved."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The gate's current admission of groups."""
+    """How many groups the gate admits now, and which limit determines that."""
 
     room: int
-    """Number of groups that may be published."""
+    """Number of groups that may be published now."""
     limit: str
     """Name of the limit that determines `room`: "closed", "weights", "staleness", "complete", "memory" or "full"."""
     detail: str
-    """The limit as a sentence with its numbers."""
+    """Sentence for people that explains the limit, with its numbers."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class PromptRetry:
 
     group_id: str
     retries: int
-    """Retries of its prompt so far."""
+    """Number of times that the group's prompt has been retried."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class CriticOrders:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """A committed step."""
+    """A committed step, as the board's ledger records it."""
 
     step: int
     time: float
-    """Unix time by Redis's clock."""
+    """Unix time of the commit by Redis's clock, in seconds."""
     term: int
     """The trainer term that committed the step."""
     plan: dict[str, Any]
@@ -123,25 +123,25 @@ class LedgerEntry:
 
     @property
     def identity(self) -> tuple[int, int, float]:
-        """Step, term and time of the commit. If Redis lost a step that was then committed again, the two differ."""
+        """Step, term and time of the commit. They identify it: if Redis loses a step, its second commit differs."""
         return self.step, self.term, self.time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Group counts of the conservation law, read in one transaction."""
+    """Counts of a run's groups, read in one transaction: published = open + trained + dropped."""
 
     published: int
     open: int
-    """Number of open groups: counted, not derived."""
+    """Number of open groups, counted rather than derived from the other counts."""
     trained: int
     dropped: int
     dropped_by_reason: dict[str, int]
     last_step: int
     consecutive_drops: int
-    """Groups that failed since the last committed step."""
+    """Number of groups that failed since the last committed step."""
     consecutive_filtered: int
-    """Groups that the algorithm filtered since the last committed step."""
+    """Number of groups that the algorithm filtered since the last committed step."""
 
     def check(self) -> None:
         """Raise AssertionError unless published = open + trained + dropped."""
@@ -154,7 +154,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """Number of groups that wait for a stage, and of groups that are held in it."""
+    """Numbers of groups that wait for a stage, and that its consumers hold."""
 
     stage: str
     waiting: int
@@ -163,31 +163,31 @@ class QueueDepth:
 
 @dataclass(frozen=True)
 class HeldGroup:
-    """A group that a consumer holds at a stage."""
+    """A group held at a stage, with its holder and since when."""
 
     group_id: str
     holder: str
-    """The consumer."""
+    """Name of the consumer that holds the group."""
     enqueued_at: float
     """Unix time at which the group was offered to the stage, by Redis's clock."""
     idle_seconds: float = 0.0
-    """Seconds since the lease was last renewed."""
+    """Time since the lease on the group was last renewed, in seconds."""
     deliveries: int = 1
 
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """The fate of a closed group: trained, or dropped and why."""
+    """Outcome of a closed group: trained in which step, or dropped for which reason."""
 
     entry_id: str
-    """Id of the entry in the stream of outcomes."""
+    """Id of the outcome's entry in the board's stream of outcomes."""
     record: dict[str, Any]
-    """`group`; for a trained group `step`, for a dropped one `reason`, `stage`, `attempt` and `retried`; its facts
-    (`NewGroup.facts`, relaxd.board.group_contents); and `trace_id`, if it is traced."""
+    """Record of the outcome: `group`; `step` if the group was trained, else `reason`, `stage`, `attempt` and `retried`;
+    the group's facts (`NewGroup.facts`, relaxd.board.group_contents); and `trace_id` if it is traced."""
 
     @property
     def line(self) -> dict[str, Any]:
-        """The entry's line in the run's groups.jsonl."""
+        """Line of the run's groups.jsonl for this outcome, as JSON values."""
         return {**self.record, "entry": self.entry_id}
 
 
@@ -198,17 +198,17 @@ class DroppedGroup:
     group_id: str
     reason: str
     stage: str
-    """The stage that dropped it; empty for a drop by id."""
+    """Name of the stage that dropped the group; "" if it was dropped by its id, without a delivery."""
     attempt: int
-    """Deliveries at that stage."""
+    """Number of times that the group was delivered at that stage."""
     time: float
-    """Unix time."""
+    """Unix time of the drop, in seconds."""
     retried: bool
     """True if the prompt was queued for a retry."""
     columns: dict[str, Column]
     """The prompt's columns, unless they exceed 64 KiB."""
     detail: str = ""
-    """The error, for people."""
+    """Error text of the drop, for people."""
 
 
 MICROSECONDS = 1_000_000
@@ -216,7 +216,7 @@ MICROSECONDS = 1_000_000
 
 @dataclass(frozen=True)
 class StageTime:
-    """Times of one group in one stage, in microseconds of Unix time."""
+    """Times at which a group was offered to a stage, and work on it began and ended; microseconds of Unix time."""
 
     enqueued_at: int
     started_at: int
@@ -224,12 +224,12 @@ class StageTime:
 
     @property
     def queue_seconds(self) -> float:
-        """Time that the group waited; never negative, though the machines' clocks may differ."""
+        """Seconds that the group waited for the stage; never negative, though the machines' clocks may differ."""
         return max(0.0, (self.started_at - self.enqueued_at) / MICROSECONDS)
 
     @property
     def work_seconds(self) -> float:
-        """Time that the stage worked on the group."""
+        """Seconds that the stage worked on the group."""
         return (self.ended - self.started_at) / MICROSECONDS
 
 
@@ -238,9 +238,9 @@ class GroupTimes:
     """Times of one group in all stages."""
 
     published: int
-    """Time of publishing by Redis's clock, in microseconds of Unix time."""
+    """Time at which the group was published, by Redis's clock, in microseconds of Unix time."""
     stages: dict[str, StageTime]
-    """Times by stage, for the stages that have committed."""
+    """The group's times in each stage that has committed, by stage."""
 
 
 def microseconds() -> int:
@@ -249,7 +249,7 @@ def microseconds() -> int:
 
 
 def parse_times(published: bytes, stages: Mapping[str, bytes]) -> GroupTimes:
-    """Parse a group's times: when it was published, and "<enqueued_at> <started_at> <ended>" of each stage."""
+    """Parse a group's times as Redis has them: of publishing, and "<enqueued_at> <started_at> <ended>" by stage."""
     return GroupTimes(int(published), {stage: StageTime(*map(int, text.split())) for stage, text in stages.items()})
 
 
@@ -270,12 +270,12 @@ class Fenced(BoardError):
 
 
 class StepConflict(BoardError):
-    """The step is not the last one plus one, or its plan names a group that is not open."""
+    """A step can't be committed: it isn't the next one, or its plan names a group that isn't open, or one twice."""
 
 
 class LedgerTrimmed(BoardError):
-    """The board has trimmed these steps from its ledger; they are in the run's folder. `first`: the ledger's first
-    step."""
+    """The board has trimmed the requested steps from its ledger; the run's folder has them. `first`: the first step
+    that the ledger still has."""
 
     def __init__(self, first: int, message: str) -> None:
         super().__init__(message)

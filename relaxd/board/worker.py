@@ -64,46 +64,46 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TAKE_SECONDS = 0.5
-"""Maximum seconds of one read, by which a pause or stop may be delayed."""
+"""Maximum time that one read waits for new groups, in seconds; it may delay a pause or stop of the worker."""
 BATCH = 256
-"""Maximum groups in one commit."""
+"""Maximum number of groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5
 MAX_THREADS = 16
-"""Maximum threads of a worker with changing concurrency. Its `process` returns futures, so threads only start work."""
+"""Maximum threads of a worker whose concurrency changes. Its `process` returns futures, so threads only start work."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """The result of dropping a group. Drops are counted by reason on the board."""
+    """Result of a stage's work that drops the group, with the reason by which the board counts drops."""
 
     reason: DropReason
     filtered: bool = False
     """True if the algorithm filtered the group, False if it failed."""
     detail: str = ""
-    """The error, for people."""
+    """Error text of the drop, for people."""
 
     @property
     def counts(self) -> DropKind:
-        """The count of consecutive drops that this drop increases."""
+        """Which count of consecutive drops this drop increases."""
         return "filtered" if self.filtered else "failed"
 
 
 Result: TypeAlias = Mapping[str, Column] | Drop
-"""A stage's result for a group: its columns, or a drop."""
+"""Result of a stage's work on a group: the columns that the stage writes, or a drop."""
 
 Process: TypeAlias = Callable[[Delivery, dict[str, Column]], Result | Future[Result]]
 
 
 @dataclass(frozen=True)
 class _Finished:
-    """A group whose work has ended, to be committed, dropped or nacked."""
+    """Finished work on a group, to be committed, dropped or (after an error or cancellation) handed back."""
 
     group_id: str
     outcome: Result | BaseException
     worked: tuple[int, int]
-    """Start and end of the work in microseconds of Unix time."""
+    """Start and end of the work on the group, in microseconds of Unix time."""
     span: Span = INVALID_SPAN
-    """The work's span, for the log."""
+    """Span of the work, to which log lines refer."""
 
 
 class StageWorker:
@@ -154,7 +154,7 @@ class StageWorker:
 
     @property
     def held(self) -> int:
-        """Number of groups held now."""
+        """Number of groups that this worker holds now."""
         return len(self._held)
 
     def hold(self, group_id: str) -> Delivery | None:
@@ -167,28 +167,27 @@ class StageWorker:
         return self._done
 
     def start(self) -> None:
-        """Start taking groups, unless paused before."""
+        """Start the worker's threads, which take groups unless the worker was paused before."""
         for thread in self._threads.values():
             thread.start()
 
     def pause(self) -> None:
-        """Stop taking groups; work on held ones continues."""
+        """Stop taking groups. Work on held groups continues."""
         self._set_paused(True)
 
     def resume(self) -> None:
-        """Take groups again."""
+        """Take groups again after `pause`, unless the worker drains."""
         self._set_paused(False)
 
     def look_for_room(self) -> None:
-        """Recheck at once how many groups are allowed, because the number may have risen, instead of at the next
-        regular check."""
+        """Check now, not only at the next regular check, whether the allowed number of held groups has risen."""
         with self._changed:
             self._changed.notify_all()
 
     def drain(self, seconds: float) -> int:
-        """Stop taking groups for good, finish held ones within `seconds`, nack the rest and stop.
+        """Stop taking groups for good, wait up to `seconds` for held groups to finish, hand back the rest, and stop.
 
-        Returns the number of nacked groups.
+        Returns the number of groups that were handed back.
         """
         with self._changed:
             self._draining = self._paused = True  # a later `resume` doesn't undo the drain
@@ -200,7 +199,7 @@ class StageWorker:
         return self.stop()
 
     def stop(self) -> int:
-        """Commit finished groups, nack the rest and end the threads. Returns the number of nacked groups."""
+        """Commit finished groups, hand back the rest and end the threads. Returns the number of groups handed back."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -235,7 +234,7 @@ class StageWorker:
                 self._admit(taken)
 
     def _admit(self, taken: list[Delivery]) -> None:
-        """Start work on taken groups."""
+        """Load the columns of taken groups and start work on the groups; if paused or stopped, hand them back."""
         if self._paused or self._stop.is_set():
             self._retry(lambda: self._board.nack(self._stage, self._consumer, taken))
             return
@@ -252,7 +251,7 @@ class StageWorker:
                 self._pool.submit(self._work, delivery, columns)
 
     def _load(self, deliveries: list[Delivery]) -> list[tuple[Delivery, dict[str, Column] | None]]:
-        """Load columns; a group whose columns are corrupt fails alone."""
+        """Load the columns of several groups. If the columns of one are corrupt, only that group fails."""
         try:
             loaded = self._retry(lambda: self._board.load(deliveries, self._columns))
             return list(zip(deliveries, loaded, strict=True)) if loaded is not None else []
@@ -317,7 +316,7 @@ class StageWorker:
                 return
 
     def _settle(self, finished: list[_Finished]) -> None:
-        """Commit, drop or nack finished groups."""
+        """Commit or drop groups whose work is finished; hand back those whose work failed or was cancelled."""
         with self._changed:
             held = [(self._held[one.group_id], one) for one in finished]
             for delivery, one in held:
@@ -345,7 +344,10 @@ class StageWorker:
         self._forget(settled)
 
     def _commit_columns(self, commits: list[tuple[Delivery, Mapping[str, Column]]]) -> list[Delivery]:
-        """Commit columns; a group whose columns cannot be stored fails alone. Returns the settled deliveries."""
+        """Commit the columns of several groups. If those of one can't be stored, only that group fails.
+
+        Returns the deliveries whose holds have ended.
+        """
         try:
             results = self._retry(lambda: self._board.commit(commits))
         except (ColumnError, TooLate, ValueError) as error:
@@ -378,7 +380,7 @@ class StageWorker:
                 logger.debug("stage %s: other consumers took over %d groups", self._stage, len(deliveries) - len(held))
 
     def _forget(self, deliveries: Sequence[Delivery]) -> None:
-        """Remove ended holds, but not the newer hold of a group that was redelivered here."""
+        """Forget deliveries whose holds have ended, but no newer delivery of the same group."""
         with self._changed:
             for delivery in deliveries:
                 if self._held.get(delivery.group_id) is delivery:
@@ -410,7 +412,10 @@ class StageWorker:
                     return result
 
     def _guarded(self, loop: Callable[[], None]) -> None:
-        """Run a thread's loop. If it fails, stop all threads: leases expire, and other workers take the groups."""
+        """Run the loop of one of the worker's threads. If it fails, stop all of them and call `on_failure`.
+
+        The leases then expire, and other workers take the groups.
+        """
         try:
             loop()
         except Exception as error:

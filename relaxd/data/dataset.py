@@ -1,5 +1,5 @@
-"""A prompt data set that can be read from any cursor, and detection of changes in its data: by a digest when a run
-resumes, and by hashes of media that a prompt showed at its last visit."""
+"""A prompt data set that can be read from any cursor, and detection of changes in its data. A run that resumes compares
+a digest of the data; each visit to a prompt compares hashes of its media."""
 
 import hashlib
 import json
@@ -42,23 +42,24 @@ from relaxd.run_folder import COMPARED, HELD_OUT, VISITED_MEDIA
 logger = logging.getLogger(__name__)
 
 HASH_BYTES = 8
-"""Length of the hash of a prompt's media in the file."""
+"""Length of the hash of a prompt's media in the file, in bytes."""
 NAMED_ITEMS = 4
-"""Maximum number of items that a warning names."""
+"""Maximum number of media items that a warning about a prompt names."""
 NAMED_PROMPTS = 20
-"""Maximum number of warnings, each about one prompt; the last one says that further prompts aren't named."""
+"""Maximum number of warnings about prompts with changed media. The last one says that further prompts aren't named."""
 
 
 class MediaChanges:
-    """Compares the media of each prompt with those of its previous visit.
+    """Compares the media of each prompt with its media at the previous visit.
 
     The digest of the data covers only the paths and sizes of media files, because reading all contents would take too
-    long. So a file replaced by another of the same size is detected here, where it is read anyway. The hashes are
-    stored in a file for a restarted coordinator: the digest, then one hash per prompt, 0 if it wasn't visited.
+    long. A file that was replaced by another of the same size is therefore detected here, when the prompt's media are
+    read anyway. The hashes are stored in a file for a restarted coordinator: the digest, then one hash per prompt, 0 if
+    the prompt wasn't visited.
     """
 
     def __init__(self, prompts: int, digest: str, path: Path) -> None:
-        """Load the hashes from a file; ignore them if they belong to data with another digest."""
+        """Load the hashes from a file. Ignore them if the file belongs to data with another digest."""
         self._path: Path | None = path
         self._hashes = np.zeros(prompts, np.uint64)
         self._header = bytes.fromhex(digest)
@@ -75,7 +76,7 @@ class MediaChanges:
             self._give_up(error)
 
     def look(self, index: int, example: Example, media: Sequence[NormalMedia]) -> None:
-        """Warn if a prompt's media differ from those of its last visit, and remember the new ones."""
+        """Warn if a prompt's media differ from those of its last visit, and store the hash of the new media."""
         names = "".join(one.sha256 for one in media).encode()
         found = np.uint64(int.from_bytes(hashlib.blake2b(names, digest_size=HASH_BYTES).digest(), "little") | 1)
         before, self._hashes[index] = self._hashes[index], found
@@ -99,7 +100,8 @@ class MediaChanges:
         )
 
     def _write(self, index: int) -> None:
-        """Write a hash at its fixed offset: another live coordinator would write the same one there."""
+        """Write a prompt's hash at its fixed offset in the file. Another live coordinator would write the same hash
+        there."""
         if self._path is None:
             return
         try:
@@ -112,7 +114,7 @@ class MediaChanges:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Log that the file can't be used, and compare without it."""
+        """Log that the file of hashes can't be used. From then on, hashes are compared in memory only."""
         logger.warning(
             "%s can't be used, so media that change while the coordinator is down aren't found: %s", self._path, error
         )
@@ -121,7 +123,7 @@ class MediaChanges:
 
 DIGEST_BYTES = 16
 MADE = 512
-"""Maximum number of prompts of a large source to build for the digest, to detect changed code or columns."""
+"""Maximum number of prompts that are built from a large source for the digest, to detect changed code or columns."""
 
 
 def digest_of(examples: Sequence[Example]) -> str:
@@ -155,14 +157,16 @@ def _contents(examples: Sequence[Example]) -> Iterator[bytes]:
 
 
 def _text(example: Example) -> bytes:
-    """Return the complete text of a prompt. The order of entries is kept if a chat template may write them."""
+    """Return all fields of a prompt as text for the digest. The order of keys is kept where a chat template may write
+    them."""
     media = [[_source(item.source) for item in example.media]] if example.media else []
     seen = json.dumps([example.prompt, example.answer, example.tools, example.sampling, *media], default=str)
     return f"{seen}{json.dumps(example.metadata, sort_keys=True, default=str)}\n".encode()
 
 
 def _source(source: Any) -> Any:
-    """Return a media item's source. A file's size is added, because reading its content would take too long."""
+    """Return a media item's source for the digest. A file's size is added, because reading its content would take too
+    long."""
     if isinstance(source, list | tuple):  # a video's frames
         return [_source(one) for one in source]
     path = source.get("path") if isinstance(source, dict) and source.get("bytes") is None else source
@@ -173,7 +177,7 @@ def _source(source: Any) -> Any:
 
 
 Place = tuple[int, int]
-"""A place in the infinite sequence of prompts: epoch and position."""
+"""Place in the infinite sequence of prompts: number of the epoch, and position in the epoch."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +190,13 @@ class Cursor:
     epoch: int = 0
     position: int = 0
     again: tuple[Place, ...] = ()
-    """Earlier places to visit again, first."""
+    """Earlier places that are visited again before the cursor goes on."""
     done: tuple[Place, ...] = ()
-    """Later places that were visited already, in order."""
+    """Later places that were visited already and are skipped, in order."""
 
     @property
     def place(self) -> Place:
-        """The place to visit next."""
+        """Place of the prompt to visit next."""
         return self.again[0] if self.again else (self.epoch, self.position)
 
     def to_json(self) -> dict[str, Any]:
@@ -211,31 +215,31 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to publish."""
+    """A prompt to publish on the board."""
 
     tokens: np.ndarray
-    """Token ids, int32 [P]."""
+    """Token ids of the prompt, int32 [P]."""
     text: str
-    """Text for display."""
+    """Text of the prompt for display."""
     answer: str
-    """The reference answer."""
+    """Reference answer of the prompt."""
     metadata: dict[str, Any]
-    """Other fields of the line."""
+    """Metadata of the prompt: further fields of its row in the data."""
     index: int
-    """Index in the data set, the same in every epoch."""
+    """Index of the prompt in the data set, the same in every epoch."""
     messages: list[Message] = field(default_factory=list)
-    """The conversation; empty if the prompt is a single user message, `text`."""
+    """Messages of the prompt; empty if the prompt is a single user message, `text`."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters of the prompt's source that differ from the run's, by name, as JSON values."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Tools that the chat template got."""
+    """Tools that the chat template got, as a list of schemas."""
     teacher_tokens: np.ndarray | None = None
-    """Token ids of the teacher's prompt, int32, if the teacher has its own."""
+    """Token ids of the teacher's own prompt, int32; None if it has none."""
     media: PromptMedia = NO_MEDIA
-    """Media of the prompt; its tokens are among the prompt's."""
+    """Media of the prompt. The prompt's token ids include the media's tokens."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the board's `prompt` column."""
+        """Return the prompt as JSON for the board's column `prompt`."""
         messages = {"messages": self.messages} if self.messages else {}
         sampling = {"sampling": self.sampling} if self.sampling else {}
         tools = {"tools": self.tools} if self.tools else {}
@@ -267,7 +271,8 @@ class PromptDataset:
         teacher: PrivilegedPrompts | None = None,
         seen: Seen | None = None,
     ) -> None:
-        """`shares` are the sources in `examples`, by default one. `limit` is for examples that weren't all checked.
+        """Create a data set from examples. `shares` are the sources in `examples`, by default one. `limit` is for
+        examples whose lengths weren't all checked before.
 
         `teacher` builds the teacher's prompts, if they differ from the model's. With `seen`, prompts in it and prompts
         that occur again count as repeats.
@@ -282,9 +287,10 @@ class PromptDataset:
         self._length = sum(share.visits for share in self._shares)
         self._order: tuple[int, np.ndarray] | None = None
         self._last: tuple[int, Example] | None = None
-        """Index and example of the last read, which publishing and the comparison for repeats share."""
+        """Index and example of the last read prompt, so that publishing and the search for repeats read it only
+        once."""
         self._media_changes: MediaChanges | None = None
-        """Detects changed media; None before `keep`, and if no prompt has media."""
+        """Detector of changed media; None before `keep`, and if no prompt has media."""
         self._first_visits = None if seen is None else FirstVisits(len(examples), seen, self._example)
 
     def __len__(self) -> int:
@@ -293,14 +299,14 @@ class PromptDataset:
 
     @property
     def prompts(self) -> int:
-        """Number of different prompts."""
+        """Number of different prompts in the data set."""
         return len(self._examples)
 
     @cached_property
     def digest(self) -> str:
         """Hash of all prompts with their answers, tools and other fields, and of their order and number.
 
-        Raises DataError: a file can't be read any more.
+        Raises DataError if a file can't be read any more.
         """
         try:
             return digest_of(self._examples)
@@ -308,7 +314,8 @@ class PromptDataset:
             raise DataError("data", f"can't be read: {error}") from error
 
     def prompt(self, index: int) -> Prompt:
-        """Return the prompt at an index. Raises DataError if its row, in a large file that wasn't checked, is wrong."""
+        """Return the prompt at an index of the data set. Raises DataError if its row is wrong, which is possible in a
+        large file whose rows weren't all checked."""
         example = self._example(index)
         media = self._media.take(index, example) if self._media is not None else []
         if media and self._media_changes is not None:
@@ -330,7 +337,7 @@ class PromptDataset:
         )
 
     def look_ahead(self, cursor: Cursor, count: int) -> None:
-        """Start preparing the media of the prompts at the next `count` positions, which will probably be visited
+        """Start preparing the media of the prompts at the next `count` positions, because they will probably be visited
         next."""
         if self._media is None:
             return
@@ -343,7 +350,7 @@ class PromptDataset:
 
     @cached_property
     def _media(self) -> MediaAhead | None:
-        """Prepares the media of prompts; None if the run has no media."""
+        """Loader that prepares the media of prompts in advance; None if the run has no media."""
         return None if self._tokenizer.vision is None else MediaAhead(self._tokenizer.vision)
 
     def _example(self, index: int) -> Example:
@@ -356,12 +363,12 @@ class PromptDataset:
         return last[1]
 
     def index_at(self, cursor: Cursor) -> int:
-        """Return the index of the next prompt."""
+        """Return the index of the prompt that a cursor points to."""
         epoch, position = cursor.place
         return int(self.order(epoch)[position])
 
     def fits(self, prompt: Prompt) -> bool:
-        """Return whether a prompt fits the length limit. Raises DataError if it is too long and may not be left out."""
+        """Return True if a prompt fits the length limit. Raises DataError if it is too long and may not be left out."""
         if self._limit is None:
             return True
         fits = len(prompt.tokens) <= self._limit.tokens
@@ -378,7 +385,7 @@ class PromptDataset:
     def keep(self, folder: Path) -> None:
         """Store known repeats and hashes of media in a run's folder, and load the stored ones.
 
-        Call it before the first visit. Raises DataError: a file of the data can't be read any more.
+        Call it before the first visit. Raises DataError if a file of the data can't be read any more.
         """
         if self._first_visits is not None:
             self._first_visits.keep(folder / COMPARED)
@@ -386,12 +393,13 @@ class PromptDataset:
             self._media_changes = MediaChanges(len(self._examples), self.digest, folder / VISITED_MEDIA)
 
     def is_repeat(self, cursor: Cursor) -> bool:
-        """Return whether the next prompt is left out as a repeat. Raises DataError."""
+        """Return True if the prompt that a cursor points to is left out as a repeat. Raises DataError if a prompt can't
+        be read."""
         return self._first_visits is not None and self._first_visits.is_repeat(cursor.place, self.order)
 
     @property
     def repeats(self) -> Sequence[int]:
-        """Indices of repeats, in the order in which `is_repeat` found them; the list grows."""
+        """Indices of repeated prompts, in the order in which `is_repeat` found them. The list grows during the run."""
         return () if self._first_visits is None else self._first_visits.repeats
 
     def none_left(self) -> DataError:
@@ -406,7 +414,7 @@ class PromptDataset:
         )
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the indices of the prompts that an epoch visits, in its order, int32."""
+        """Return the indices of the prompts that an epoch visits, in the order of the visits, int32 [visits]."""
         if self._order is None or self._order[0] != epoch:
             visits = epoch_visits(self._shares, epoch, self._seed)
             if self._shuffle:
@@ -415,7 +423,7 @@ class PromptDataset:
         return self._order[1]
 
     def after(self, cursor: Cursor) -> Cursor:
-        """Return the cursor after the next prompt."""
+        """Return the cursor that follows the prompt at `cursor`."""
         if cursor.again:
             return replace(cursor, again=cursor.again[1:])
         return self._past_done(self._next((cursor.epoch, cursor.position)), cursor.done)
@@ -445,28 +453,29 @@ class PromptDataset:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run."""
+    """The loaded data of a run: training prompts, evaluation sets and the tokenizer."""
 
     train: PromptDataset
-    """Training prompts."""
+    """Data set of the training prompts."""
     evaluation: dict[str, PromptDataset]
-    """Prompts of evaluations by their set's name: held_out, if the source holds out some, and eval.sets."""
+    """Data sets of the evaluations, by the name of the set: held_out, if the source holds out prompts, and
+    eval.sets."""
     skipped: int
-    """Number of prompts that are left out as too long."""
+    """Number of prompts, for training and evaluation, that are left out as too long."""
     tokenizer: PromptTokenizer
-    """The model's tokenizer."""
+    """Tokenizer of the trained model."""
     repeated: int = 0
     """Number of training prompts left out as duplicates, or as part of an evaluation set. Those in large files are
     found later, and not counted here."""
     expert_bytes: int = 0
-    """Bytes per token of routed experts, if the run stores them."""
+    """Bytes per token of the column routed_experts; 0 if the run doesn't store it."""
 
 
 def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
-    """Open, template, tokenise and check all prompts of a run, or a part of them for large files.
+    """Open, template, tokenise and check all prompts of a run. Of large files, only a part is checked.
 
-    `first_look` finds most mistakes quickly, before another process loads the data: it checks fewer prompts and skips
-    checks that need all of them. Raises DataError, which names the setting and the line.
+    `first_look` finds most mistakes quickly, before another process loads the data: fewer prompts are checked, and
+    checks that need all prompts are skipped. Raises DataError, which names the setting and the line.
     """
     if problem := config.media_problem:
         raise DataError(*problem)
@@ -509,14 +518,15 @@ def load_data(config: RunConfig, *, first_look: bool = False) -> RunData:
 
 
 def load_evaluation(config: RunConfig, names: Collection[str]) -> dict[str, PromptDataset]:
-    """Open and check only the prompts of these evaluation sets. Raises DataError, as `load_data`."""
+    """Open and check only the prompts of the named evaluation sets. Raises DataError, which names the setting and the
+    line."""
     tokenizer = PromptTokenizer.of_run(config, resolve_model(config.model.path, weights=False))
     held_out = {HELD_OUT: read_sources(config)[1]} if HELD_OUT in names else {}
     return _evaluation_sets(config, tokenizer, held_out | _named_sets(config, names))[0]
 
 
 def _of_sets(sets: Iterable[Source]) -> Seen:
-    """Return the hashes of the evaluation sets' prompts."""
+    """Return the set of hashes of the evaluation sets' prompts."""
     seen = Seen()
     for one in sets:
         seen.fresh(keys_of(one.examples).normalised)
@@ -524,7 +534,8 @@ def _of_sets(sets: Iterable[Source]) -> Seen:
 
 
 def _compares_later(config: RunConfig, sources: Sequence[Source]) -> bool:
-    """Return whether repeats are found only when they are visited: in large files, not all rows are read at the start.
+    """Return True if repeats are found only when prompts are visited, because not all rows of a large file are read at
+    the start.
 
     With a user's own sampler this is impossible, because its order isn't known beforehand.
     """
@@ -532,8 +543,8 @@ def _compares_later(config: RunConfig, sources: Sequence[Source]) -> bool:
 
 
 def _without_repeats(sources: Sequence[Source], seen: Seen) -> tuple[list[Source], int]:
-    """Return sources without prompts that an earlier source has or that were already seen, and the number of removed
-    prompts."""
+    """Remove prompts that an earlier source has or that were already seen. Returns the remaining sources and the number
+    of removed prompts."""
     left, repeated = [], 0
     for source in sources:
         places = np.flatnonzero(seen.fresh(keys_of(source.examples).normalised))
@@ -557,7 +568,8 @@ def _named_sets(config: RunConfig, names: Collection[str] | None = None) -> dict
 def _evaluation_sets(
     config: RunConfig, tokenizer: PromptTokenizer, sources: Mapping[str, Source]
 ) -> tuple[dict[str, PromptDataset], int]:
-    """Check the prompts of evaluation sets. Returns the sets with prompts, and the number of prompts left out."""
+    """Check the prompts of evaluation sets. Returns the data sets, without empty ones, and the number of prompts left
+    out."""
     checked = {name: check_source(source, tokenizer, config) for name, source in sources.items()}
     own = [name for name, source in sources.items() if source.tools.setting != "data.tools_key"]
     check_tools((sources[name], checked[name]) for name in own)

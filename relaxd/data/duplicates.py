@@ -1,6 +1,5 @@
-"""Duplicates: prompts that occur more than once or in an evaluation set, found before the run or, in a large file,
-while it is visited.
-"""
+"""Duplicates: prompts that occur more than once or in an evaluation set. They are found before the run or, in a large
+file, when its prompts are visited."""
 
 import hashlib
 import json
@@ -23,40 +22,40 @@ from relaxd.waiting import waiting
 logger = logging.getLogger(__name__)
 
 _FEW = 256
-"""Number of hashes below which they are looked up one by one."""
+"""Number of hashes below which each hash is looked up separately, instead of all together."""
 _LAST = 16_384
 _BYTES = 8
-"""Length of a hash in bytes. A million prompts have a collision with probability 3e-8."""
+"""Length of a prompt's hash, in bytes. Among a million prompts, a collision has a probability of 3e-8."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Hashes of prompts, each uint64 [prompts]. Invalid rows get a unique hash."""
+    """Hashes of the prompts of a source, as arrays uint64 [prompts]. Invalid rows get a unique hash."""
 
     exact: np.ndarray
-    """Hash of the whole prompt, with its tools."""
+    """Hash of each whole prompt, with its tools."""
     normalised: np.ndarray
-    """Hash of the whole prompt, regardless of case and white space."""
+    """Hash of each whole prompt, regardless of case and white space."""
     answers: np.ndarray
-    """Hash of the answer."""
+    """Hash of each prompt's reference answer."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Counts of repeated prompts of a source."""
+    """Number of repeated prompts of a source, by kind of repetition."""
 
     exact: int
-    """Number of prompts that are exactly like an earlier one."""
+    """Number of prompts that are exactly like an earlier prompt."""
     normalised: int
-    """Number of prompts that equal an earlier one, regardless of case and white space."""
+    """Number of prompts that equal an earlier prompt, regardless of case and white space."""
     other_answers: int
-    """Number of these repeats whose answer differs from the first one's."""
+    """Number of normalised repeats whose reference answer differs from that of the first such prompt."""
 
 
 def keys_of(examples: Sequence[Example]) -> Keys:
     """Read all prompts and return their hashes. Takes about 25 microseconds and 24 bytes for each prompt.
 
-    The contents of images count, so their files are read, too.
+    The contents of media count, so their files are read, too.
     """
     keys = np.empty((3, len(examples)), np.uint64)
     scanned: Iterable[Example | None] = examples.scan() if isinstance(examples, Examples) else examples
@@ -81,7 +80,7 @@ def normalised(text: str) -> str:
 
 
 def repeats(keys: Keys) -> Repeats:
-    """Count the prompts that occur more than once."""
+    """Count the prompts of a source that repeat an earlier prompt."""
     _, first, back = np.unique(keys.normalised, return_index=True, return_inverse=True)
     other = (keys.answers != keys.answers[first[back]]).sum()
     count = len(keys.exact)
@@ -94,19 +93,20 @@ def overlap(keys: Keys, others: Keys) -> int:
 
 
 class Seen:
-    """Normalised hashes of the prompts seen so far. A hash takes 8 bytes, each of the newest 3 % about 100."""
+    """Set of the normalised hashes of all prompts seen so far. A hash takes 8 bytes; the newest 3 % take about 100
+    bytes each."""
 
     def __init__(self) -> None:
         self._sorted = np.empty(0, np.uint64)
         self._last: set[int] = set()
-        """New hashes, not yet merged into the sorted ones."""
+        """Newest hashes, which aren't merged into the sorted array yet."""
 
     def __len__(self) -> int:
         return len(self._sorted) + len(self._last)
 
     def fresh(self, keys: np.ndarray) -> np.ndarray:
-        """Add hashes, uint64. Returns a bool mask like `keys`: True for new hashes, among equal ones only for the
-        first."""
+        """Add hashes, uint64 [keys]. Returns a mask of those that are new, bool [keys]; if a new hash occurs several
+        times, only its first place is True."""
         if len(keys) < _FEW:
             found = np.array([self._is_fresh(key) for key in keys], bool)
             if len(self._last) > max(_LAST, len(self._sorted) // 32):
@@ -139,10 +139,10 @@ class Seen:
 
 
 class Chosen(OnDemand[Example]):
-    """Some prompts of a source."""
+    """Selection of some prompts of a source."""
 
     def __init__(self, examples: Sequence[Example], places: np.ndarray) -> None:
-        """`places` are the indices of `examples` that are chosen, int64 [chosen]."""
+        """Select the prompts of `examples` with the indices `places`, int64 [chosen]."""
         self.all = examples
         self.places = places
 
@@ -154,14 +154,14 @@ class Chosen(OnDemand[Example]):
 
 
 def _merged(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Merge sorted arrays."""
+    """Merge two sorted arrays of hashes into a sorted array."""
     joined = np.concatenate([one, other])
     joined.sort(kind="stable")  # which takes time linear in two sorted parts
     return joined
 
 
 def _text(example: Example) -> str:
-    """Return everything that the model may see of a prompt, as text."""
+    """Return all content of a prompt that the model may see, as text to hash."""
     parts = []
     for message in example.messages:
         parts.append(f"{message['role']}: {message['content']}")
@@ -178,50 +178,53 @@ def _hash(text: str) -> int:
 
 _UNKNOWN, _FIRST, _REPEAT = 0, 1, 2
 _HASHED = 256
-"""Number of prompts to hash at once; then the position of the comparison is updated."""
+"""Number of prompts that are hashed and compared at once."""
 _KEPT = 1 << 20
-"""Number of hashes to read at once from the file."""
+"""Number of stored hashes that are read from the file and compared at once."""
 _WRITTEN = 1024
-"""Number of hashes to write at once. After a crash, at most this many prompts are read again."""
+"""Number of hashes that are written to the file at once. After a crash, at most this many prompts are read again."""
 _SAMPLES = 8
-"""Maximum number of hashes to check against their prompts, in each part that is read from the file."""
+"""Maximum number of stored hashes that are checked against their prompts, in each part that is read from the file."""
 _WAIT = 4 * _HASHED
-"""Number of prompts above which the comparison is logged as a wait."""
+"""Minimum number of prompts whose comparison is logged as a wait."""
 
 
 class FirstVisits:
-    """Finds repeats: visits to a prompt that equals one visited earlier, or one of an evaluation set.
+    """Finds repeats: visits to a prompt that equals a prompt visited earlier, or a prompt of an evaluation set.
 
     The first visit among equal prompts isn't a repeat. So the answer depends only on the data and run.seed, and needs
-    only the hashes of the prompts visited before. They are stored in a file for a restarted coordinator, 8 bytes each
-    in the order of visits; missing ones are computed again.
+    only the hashes of the prompts visited before. The hashes are stored in a file for a restarted coordinator, 8 bytes
+    each in the order of visits; missing hashes are computed again.
 
     A prompt takes 1 byte of memory from the start, and about 11 more bytes once it was visited.
     """
 
     def __init__(self, prompts: int, seen: Seen, read: Callable[[int], Example]) -> None:
-        """`seen`: the prompts of evaluation sets. `read`: returns a prompt by its index, or raises DataError."""
+        """Prepare the search among `prompts` prompts. `seen` has the hashes of the evaluation sets' prompts. `read`
+        returns a prompt by its index, or raises DataError."""
         self._seen = seen
         self._read = read
         self._state = np.zeros(prompts, np.uint8)
         self._next = (0, 0)
-        """The first place whose prompt wasn't compared yet."""
+        """Epoch and position of the first visit whose prompt wasn't compared yet."""
         self._compared = 0
-        """Number of compared prompts."""
+        """Number of prompts that were compared so far."""
         self.repeats = array("q")
         """Indices of the repeats that are left out, in the order in which they were found."""
         self._path: Path | None = None
         self._saved = 0
-        """Number of hashes in the file."""
+        """Number of hashes that the file already has."""
         self._unsaved: list[int] = []
 
     def keep(self, path: Path) -> None:
-        """Store hashes in a file, and load those that it has; call it before the first query."""
+        """Store hashes in a file from now on, and use the hashes that it already has. Call it before the first
+        `is_repeat`."""
         self._path = path
         self._saved = path.stat().st_size // _BYTES if path.is_file() else 0
 
     def is_repeat(self, place: tuple[int, int], order: Callable[[int], np.ndarray]) -> bool:
-        """Return whether the visit at a place is a repeat; `order` returns the indices that an epoch visits.
+        """Return True if the visit at this place (epoch, position) is a repeat. `order` returns the indices that an
+        epoch visits.
 
         Raises DataError if a prompt at that place or before it can't be read.
         """
@@ -238,7 +241,7 @@ class FirstVisits:
         return bool(self._state[order(epoch)[position]] == _REPEAT)
 
     def _go_on(self, epoch: int, visits: np.ndarray, stop: int) -> None:
-        """Compare the prompts of an epoch's positions before `stop`."""
+        """Compare the prompts at an epoch's positions before `stop` that weren't compared yet."""
         while self._next < (epoch, stop):
             start = self._next[1]
             end = min(stop, start + (_KEPT if self._saved > self._compared else _HASHED))
@@ -261,7 +264,7 @@ class FirstVisits:
             logger.info("all %d prompts are compared: %d are left out", self._compared, len(self.repeats))
 
     def _keys(self, new: np.ndarray) -> np.ndarray:
-        """Return the hashes of the next prompts, uint64 like `new`."""
+        """Return the hashes of the next prompts, from the file or computed, uint64 [new]."""
         kept = self._from_file(new)
         hashed = [key_of(self._read(int(index))) for index in new[len(kept) :]]
         self._unsaved += hashed
@@ -283,7 +286,8 @@ class FirstVisits:
         return kept
 
     def _write(self) -> None:
-        """Write hashes at their fixed offsets: another live coordinator would write the same ones there."""
+        """Write the unsaved hashes at their fixed offsets in the file. Another live coordinator would write the same
+        hashes there."""
         if self._path is None:
             self._unsaved = []
             return

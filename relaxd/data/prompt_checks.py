@@ -1,9 +1,9 @@
-"""Checks of prompts before a run, those with privileged messages included.
+"""Checks of prompts before a run, including the teacher's prompts with privileged text.
 
-A prompt that is too long is left out here (data.overlong = "skip"). Other reasons why a prompt is left out: repeats are
-found in relaxd/data/duplicates.py, solved and too hard prompts in relaxd/data/curriculum/prompt_record.py.
+Prompts that are too long are left out here (data.overlong = "skip"), others elsewhere: repeats in
+relaxd/data/duplicates.py, solved and too hard prompts in relaxd/data/curriculum/prompt_record.py.
 
-Privileged messages with the trained model itself as the teacher are on-policy self-distillation (Zhao et al.,
+Training with privileged text and the trained model itself as the teacher is on-policy self-distillation (Zhao et al.,
 "Self-Distilled Reasoner").
 """
 
@@ -26,21 +26,22 @@ SECTION = "roles.teacher"
 
 @dataclass(frozen=True)
 class PrivilegedPrompts:
-    """Builds the teacher's prompts, which include privileged text."""
+    """Builds the teacher's prompts, which include text that only the teacher sees (privileged text)."""
 
     key: str
-    """roles.teacher.privileged_key."""
+    """Name of the field with the privileged text (roles.teacher.privileged_key)."""
     template: str
-    """roles.teacher.privileged_template."""
+    """Template of the teacher's question (roles.teacher.privileged_template)."""
     limit: int
-    """Maximum number of tokens of a prompt."""
+    """Maximum length of a teacher's prompt, in tokens."""
 
     def encode(self, tokenizer: PromptTokenizer, examples: Sequence[Example]) -> list[np.ndarray]:
-        """Tokenise the teacher's prompts: an int32 array each. Raises DataError if a row lacks the privileged text."""
+        """Return the token ids of the teacher's prompts, an int32 array for each. Raises DataError if a row lacks the
+        privileged text."""
         return tokenizer.encode([self.example(example) for example in examples])
 
     def example(self, example: Example) -> Example:
-        """Return a prompt whose question includes the teacher's privileged text. Raises DataError if there is none."""
+        """Return the prompt with the privileged text in its question. Raises DataError if the row has no such text."""
         parts = {"{prompt}": example.text, "{privileged}": self._found(example)}
         # In one pass: an inserted text may itself look like a placeholder.
         text = re.sub(r"\{prompt\}|\{privileged\}", lambda match: parts[match[0]], self.template)
@@ -51,7 +52,7 @@ class PrivilegedPrompts:
         return replace(example, prompt=messages)
 
     def too_long(self, place: str, tokens: int) -> DataError:
-        """Return the error of a prompt that is too long for the teacher."""
+        """Return the error for a teacher's prompt that is too long."""
         return DataError(
             f"{SECTION}.max_prompt_tokens",
             f"= {self.limit}, but {place} has {tokens} tokens with what only the teacher sees: raise it, or set "
@@ -75,7 +76,7 @@ class PrivilegedPrompts:
 
 
 def privileged_prompts(config: RunConfig) -> PrivilegedPrompts | None:
-    """Return the builder of the teacher's prompts, if a run's teacher has its own."""
+    """Return the builder of the teacher's prompts; None if the run has no teacher with its own prompts."""
     if not config.has_privileged_teacher:
         return None
     teacher = config.roles.teacher
@@ -94,25 +95,26 @@ def check_teachers(config: RunConfig, examples: Iterable[Example]) -> None:
 
 CHECK_BATCH = 1024
 CHECKED = 20_000
-"""Maximum number of prompts of a source to check before a run; the others are checked when their turn comes."""
+"""Maximum number of prompts of a source to check before a run. The others are checked when they are visited."""
 FIRST_LOOK = 1000
-"""Number of prompts of a source that `relaxd run` checks before it starts services; the coordinator checks CHECKED."""
+"""Number of prompts of a source that `relaxd run` checks before it starts services. The coordinator then checks
+CHECKED."""
 MAX_PROBLEMS_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Treatment of long prompts that weren't checked before the run."""
+    """Length limit of prompts, and treatment of longer prompts, for prompts that weren't checked before the run."""
 
     tokens: int
-    """data.max_prompt_tokens."""
+    """Maximum length of a prompt, in tokens (data.max_prompt_tokens)."""
     skip: bool
     """True if longer prompts are left out (data.overlong = "skip"); False if they are errors."""
     field: str
-    """The setting that names the prompts, for errors."""
+    """Name of the setting that gives the prompts, for error messages."""
 
     def too_long(self, place: str, tokens: int) -> DataError:
-        """Return the error of a prompt that is too long."""
+        """Return the error for a prompt that is longer than the limit."""
         return DataError(
             self.field,
             f"{place} has {tokens} tokens, more than data.max_prompt_tokens = {self.tokens}: raise it, or set "
@@ -120,21 +122,21 @@ class Limit:
         )
 
     def all_too_long(self) -> DataError:
-        """Return the error of prompts that are all too long."""
+        """Return the error for a source whose prompts are all too long."""
         return DataError(self.field, f"every prompt is longer than data.max_prompt_tokens = {self.tokens}")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Prompts of a source that may be published."""
+    """Prompts of a source that may be published, and results of their checks."""
 
     examples: Sequence[Example]
     skipped: int
     """Number of prompts that were left out as too long."""
     limit: Limit | None
-    """Set if only some of the prompts were checked."""
+    """Length limit for later checks; None if all prompts were checked."""
     has_tools: bool = False
-    """True if any checked prompt has tools."""
+    """True if any of the checked prompts has tools."""
 
 
 def check_source(
@@ -147,14 +149,14 @@ def check_source(
     """Check the prompts of a source: all of them, or if there are more than CHECKED, an evenly spread sample.
 
     Args:
-        source: the source.
+        source: the source whose prompts are checked.
         tokenizer: the model's tokenizer.
-        config: the run.
+        config: the run's configuration.
         teacher: builder of the teacher's prompts, if they differ from the model's.
         most: maximum number of prompts to check, below CHECKED. Then it is no error if all checked prompts are too
-            long, unless the source has no others.
+            long, unless the source has no other prompts.
 
-    Raises DataError: rows are wrong, or prompts are longer than data.max_prompt_tokens and data.overlong forbids it.
+    Raises DataError if rows are wrong, or prompts are longer than data.max_prompt_tokens and data.overlong forbids it.
     """
     count = len(source.examples)
     limit = Limit(config.data.max_prompt_tokens, config.data.overlong == "skip", source.field)
@@ -182,7 +184,7 @@ def check_source(
 
 
 def check_tools(checked: Iterable[tuple[Source, Checked]]) -> None:
-    """Raise DataError if no checked prompt has tools in a column that a setting names for them."""
+    """Raise DataError if a setting names a column of tools, but no checked prompt has tools in this column."""
     sources: dict[ToolsColumn, list[Source]] = {}
     found: set[ToolsColumn] = set()
     for source, one in checked:
@@ -199,12 +201,12 @@ def check_tools(checked: Iterable[tuple[Source, Checked]]) -> None:
 
 
 def evenly_spread(count: int, most: int) -> range:
-    """Return at most `most` of `count` positions, evenly spread."""
+    """Return at most `most` of the positions 0 to `count` - 1, evenly spread."""
     return range(0, count, max(1, -(-count // most)))
 
 
 def read_some(source: Source, places: range) -> list[Example]:
-    """Read some prompts. Raises DataError with the first wrong rows."""
+    """Return the prompts of a source at some places. Raises DataError that quotes the first wrong rows."""
     examples, problems = [], []
     for place in places:
         try:

@@ -1,6 +1,9 @@
-"""Opens paths with prompts: a file, a folder of files, a part of either, or a data set of the Hugging Face package
-datasets, from the hub or saved with `save_to_disk`. Reads JSON one object at a time; Parquet, Arrow and CSV with the
-package pyarrow (extra "data"). Only the rows in use are in memory."""
+"""Opening of paths with prompts: a file, a folder of files, selected rows of either, or a data set of the Hugging Face
+package datasets, from the hub or saved with `save_to_disk`.
+
+JSON is read an object at a time; Parquet, Arrow and CSV are read with the package pyarrow (extra "data"). Only the rows
+in use are in memory.
+"""
 
 import csv
 import json
@@ -25,15 +28,15 @@ _SHORT = 32
 
 
 class JsonObjects:
-    """JSON objects in a file. Only their offsets are in memory. Subclasses find them."""
+    """Base class for the JSON objects in a file. Subclasses find the objects; only their offsets are in memory."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when the file can't be read."""
+        """Open the file, without reading it. Raises OSError if it can't be opened."""
         self._path = path
         self._file = os.open(path, os.O_RDONLY)
         finalize(self, os.close, self._file)
         self._starts = self._ends = np.zeros(0, np.int64)
-        """Offsets of each object's first byte and of the byte after it, int64 [objects]."""
+        """Offset of each object's first byte, and offset after its last byte, int64 [objects] each."""
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -58,10 +61,10 @@ class JsonObjects:
 
 
 class JsonLines(JsonObjects):
-    """Non-blank lines of a file: 24 bytes of memory each."""
+    """JSON objects of a file with an object per line. Each non-blank line takes 24 bytes of memory."""
 
     def __init__(self, path: Path) -> None:
-        """Find the lines. Raises OSError when the file can't be read."""
+        """Find the file's lines. Raises OSError if the file can't be read."""
         super().__init__(path)
         starts = _line_starts(self._file)
         ends = np.append(starts[1:], os.fstat(self._file).st_size)
@@ -76,7 +79,8 @@ class JsonLines(JsonObjects):
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parse a line, with or without a byte order mark. Raises ValueError if it isn't a JSON object."""
+    """Parse the JSON object of a line, with or without a byte order mark. Raises ValueError if it isn't a JSON
+    object."""
     try:
         record = parse_json(line.rstrip(b"\r\n").decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -89,7 +93,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def _line_starts(file: int) -> np.ndarray:
-    """Return the offsets of lines, int64 [lines]."""
+    """Return the offset of each line's first byte in a file, int64 [lines]."""
     found, offset = [np.zeros(1, np.int64)], 0
     while chunk := os.pread(file, _CHUNK, offset):
         found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (offset + 1))
@@ -99,26 +103,28 @@ def _line_starts(file: int) -> np.ndarray:
 
 
 _MOST = 256 << 20
-"""Maximum bytes of an object: a longer one counts as broken."""
+"""Maximum size of a JSON object in an array, in bytes. A longer object counts as broken."""
 _LONGEST_MARK = 16
-"""Upper bound, in bytes, of a token that the end of a chunk may cut in two, such as "false" or an escaped letter."""
+"""Upper bound, in bytes, of a JSON token that may be cut in two where the read text ends, such as "false" or an escaped
+letter."""
 _SPACE = b" \t\r\n"
 
 
 def is_array(path: Path) -> bool:
-    """Return whether a file begins like a JSON array. Raises OSError if it can't be read."""
+    """Return True if a file begins like a JSON array. Raises OSError if the file can't be read."""
     with path.open("rb") as file:
         return file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip(_SPACE)[:1] == b"["
 
 
 class JsonArray(JsonObjects):
-    """Objects of an array: 16 bytes of memory each. Each is parsed once to find its end."""
+    """JSON objects of a file that is one JSON array. Each object takes 16 bytes of memory, and is parsed once to find
+    its end."""
 
     def __init__(self, path: Path, field: str) -> None:
-        """Find the objects.
+        """Find the objects of the array.
 
-        Raises OSError when the file can't be read, and DataError, naming the setting `field`: it isn't an array of
-        objects.
+        Raises OSError if the file can't be read. Raises DataError, which names the setting `field`, if the file isn't
+        an array of objects.
         """
         super().__init__(path)
         self._field = field
@@ -169,7 +175,7 @@ class JsonArray(JsonObjects):
 
 
 class _Reader:
-    """A position in a file, with a buffer of the text that follows.
+    """A position in a JSON file, with a buffer of the text that follows.
 
     The text is decoded as Latin-1, in which each letter is one byte: only the places of brackets matter here, and UTF-8
     has no bytes of ASCII within other letters.
@@ -178,22 +184,22 @@ class _Reader:
     def __init__(self, file: int) -> None:
         self._file = file
         self._base = 0
-        """Offset of the text in the file."""
+        """Offset in the file at which the buffered text begins, in bytes."""
         self._text = ""
         self._at = 0
         self._decoder = json.JSONDecoder()
 
     @property
     def place(self) -> int:
-        """Offset in the file."""
+        """Offset of the position in the file, in bytes."""
         return self._base + self._at
 
     def skip(self, count: int) -> None:
-        """Move the position forward."""
+        """Move the position forward by `count` bytes, within the buffered text."""
         self._at += count
 
     def peek(self) -> bytes:
-        """Move past white space and return the next byte; empty at the end of the file."""
+        """Move the position past white space and return the next byte; b"" at the end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -203,7 +209,8 @@ class _Reader:
                 return b""
 
     def skip_object(self) -> None:
-        """Move past an object. Raises ValueError if it is broken, unterminated, or too large."""
+        """Move the position past a JSON object. Raises ValueError if the object is broken, unterminated or too
+        large."""
         while True:
             try:
                 _, self._at = self._decoder.raw_decode(self._text, self._at)
@@ -215,7 +222,8 @@ class _Reader:
                     raise ValueError(problem) from error
 
     def _more(self) -> bool:
-        """Read more bytes, and forget those before the position. Returns False at the end of the file."""
+        """Read more of the file into the buffer, and discard the text before the position. Returns False at the end of
+        the file."""
         offset = self._base + len(self._text)
         # Double the text, so that a large object isn't parsed again for each chunk.
         chunk = os.pread(self._file, max(_CHUNK, len(self._text) - self._at), offset)
@@ -225,18 +233,20 @@ class _Reader:
 
 _READ_ROWS = 8192
 _KEPT_ROWS = 128
-"""Maximum rows of a batch in the temporary file: the unit of reading."""
+"""Maximum number of rows of a batch in the temporary file. A batch is always read whole."""
 PYARROW_MISSING = "pyarrow is not installed: pip install 'relaxd[data]'"
 
 
 class Table:
-    """The rows of a table, copied to a temporary file, from which each can be read without the rows before it.
+    """Rows of a Parquet, Arrow or CSV file, copied to a temporary file, from which each row can be read without the
+    rows before it.
 
     The temporary file has the size of the uncompressed table and disappears with the process.
     """
 
     def __init__(self, path: Path, field: str) -> None:
-        """Copy a file, batch by batch. Raises DataError, naming the setting `field`, if it can't be read."""
+        """Copy a table to a temporary file, batch by batch. Raises DataError, which names the setting `field`, if the
+        table can't be read."""
         try:
             import pyarrow as pa
         except ImportError as error:
@@ -245,7 +255,7 @@ class Table:
         self._starts: list[int] = []
         self._rows = 0
         self._last: tuple[int, Any] | None = None
-        """Number and content of the last batch that was read: checks of evenly spread rows read several rows of a
+        """Number and content of the batch that was read last. Checks of evenly spread rows read several rows of a
         batch."""
         number, copy = tempfile.mkstemp(prefix="relaxd-data-")
         os.close(number)
@@ -296,7 +306,7 @@ class Table:
 
 
 def _batches(path: Path) -> Iterator[Any]:
-    """Read a file's record batches."""
+    """Yield the record batches of a Parquet, CSV or Arrow file."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -309,7 +319,7 @@ def _batches(path: Path) -> Iterator[Any]:
 
 
 def _csv_batches(path: Path) -> Iterator[Any]:
-    """Read every column as text: "007" is an answer and not the number 7."""
+    """Yield the record batches of a CSV file, with every column as text: "007" is an answer and not the number 7."""
     import pyarrow as pa
     import pyarrow.csv
 
@@ -323,7 +333,7 @@ def _csv_batches(path: Path) -> Iterator[Any]:
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
-    """Read an Arrow file, or a stream as the package datasets writes it."""
+    """Yield the record batches of an Arrow file, or of a stream as the package datasets writes it."""
     import pyarrow as pa
 
     with pa.OSFile(str(path)) as source:
@@ -337,9 +347,10 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
 
 
 def _without_dictionaries(batch: Any) -> Any:
-    """Return a record batch with the values of dictionary columns, such as categories of pandas.
+    """Return a record batch whose dictionary-encoded columns, such as categories of pandas, are replaced by their
+    values.
 
-    Each batch of a file may have its own dictionary; the temporary file can have only one for all.
+    Each batch of a file may have its own dictionary; the temporary file can have only one for all batches.
     """
     import pyarrow as pa
 
@@ -352,7 +363,7 @@ def _without_dictionaries(batch: Any) -> Any:
 
 
 def _decoded(kind: Any) -> Any:
-    """Return a type in which the type of each dictionary is replaced by that of its values."""
+    """Return an Arrow type in which each dictionary type is replaced by the type of its values."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -371,13 +382,13 @@ _LIKE_A_PART = re.compile(r".*@\[[^\]/]*\]?")
 
 
 def open_rows(path: Path, field: str) -> Rows:
-    """Open a file, or all files with a known ending of a folder and its subfolders, sorted by name.
+    """Open a file with prompts, or all files with a known ending of a folder and its subfolders, sorted by name.
 
     A folder that the package datasets saved has its files in the order of its state.json. "PATH@[START:END]" selects
     rows, like a slice of a Python list. A file with an unknown ending is read as JSON lines. A path that doesn't exist
     and looks like the name of a data set is loaded from the Hugging Face hub.
 
-    Raises DataError, naming the setting `field`: it can't be read, or has no rows.
+    Raises DataError, which names the setting `field`, if the path can't be read or has no rows.
     """
     part = _PART.fullmatch(str(path))
     if part is None and _LIKE_A_PART.fullmatch(str(path)) and not path.exists():
@@ -393,13 +404,13 @@ def open_rows(path: Path, field: str) -> Rows:
 
 
 def without_part(path: Path) -> Path:
-    """Return a path without "@[START:END]"."""
+    """Return a path of prompts without the selection of rows, "@[START:END]"."""
     part = _PART.fullmatch(str(path))
     return Path(part[1]) if part else path
 
 
 def is_hub_path(path: Path) -> bool:
-    """Return whether a path names a data set of the hub, or a part of one."""
+    """Return True if a path names a data set of the Hugging Face hub, or selected rows of one."""
     return is_hub_name(without_part(path))
 
 
@@ -440,13 +451,13 @@ def _files_of(folder: Path, field: str) -> Iterator[Path]:
 SPLITS = "dataset_dict.json"
 STATE = "state.json"
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
-"""Files that describe data sets, beside their rows."""
+"""Names of the files that describe a saved data set, beside the files with its rows."""
 
 
 def saved_files(folder: Path, field: str) -> list[Path] | None:
     """Return the files of a saved data set, in the order of its rows; None if the folder isn't a saved data set.
 
-    Raises DataError, naming the setting `field`: the folder has several splits, or is damaged.
+    Raises DataError, which names the setting `field`, if the folder has several splits or is damaged.
     """
     if (folder / SPLITS).is_file():
         splits = _read(folder / SPLITS, "splits", field)
@@ -471,7 +482,7 @@ def saved_files(folder: Path, field: str) -> list[Path] | None:
 
 
 def _read(path: Path, key: str, field: str) -> list[str]:
-    """Return the list under a key of a JSON file: texts, or the names of files."""
+    """Return the list of texts or file names under a key of a saved data set's JSON file."""
     try:
         found = parse_json(path.read_text(encoding="utf-8")).get(key) or ()
         return [one if isinstance(one, str) else str(one["filename"]) for one in found]
@@ -485,7 +496,7 @@ DATASETS_MISSING = "the package datasets, which could load it from the hub, is n
 
 
 def is_hub_name(path: Path) -> bool:
-    """Return whether a path may be the name of a hub data set: "owner/name", perhaps with "/config" and ":split".
+    """Return True if a path may be the name of a hub data set: "owner/name", perhaps with "/config" and ":split".
 
     The path must not exist on this machine, nor end like a file's.
     """
@@ -497,8 +508,8 @@ class HubRows:
     """Rows of a hub data set, which the package datasets keeps in its cache as a memory-mapped file."""
 
     def __init__(self, path: Path, field: str) -> None:
-        """Load the data set, from the cache if possible. Raises DataError, naming the setting `field`, if it can't be
-        loaded."""
+        """Load the data set, from the local cache if possible. Raises DataError, which names the setting `field`, if it
+        can't be loaded."""
         match = _NAME.fullmatch(str(path))
         assert match is not None
         name, config, split = match[1], match[2], match[3] or "train"

@@ -17,14 +17,14 @@ _CHUNK = 16 << 20
 
 
 class Rows(Protocol):
-    """Rows of a file. Reading a row may raise ValueError with its fault."""
+    """Interface of the rows of a file. Reading a row may raise ValueError, which says what is wrong with the row."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
-        """Yield all rows, in order, faster than one by one; None for a wrong row."""
+        """Yield all rows in order, and None for a wrong row. Faster than reading each row by its index."""
 
     def content(self, part: range) -> Iterator[bytes]:
         """Yield the stored bytes of a range of rows, whose step must be 1, for a digest that shows changed data.
@@ -38,7 +38,7 @@ class Rows(Protocol):
 
 
 class Part:
-    """A slice of a file's rows."""
+    """Selected rows of a file, given by a slice."""
 
     def __init__(self, rows: Rows, part: slice) -> None:
         self._rows = rows
@@ -61,11 +61,11 @@ class Part:
 
 
 class OnDemand(Sequence[Item], ABC):
-    """A sequence whose items are created on access."""
+    """Sequence whose items are created when they are accessed."""
 
     @abstractmethod
     def _item(self, index: int) -> Item:
-        """Create one item."""
+        """Create the item at an index of the sequence."""
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -78,7 +78,7 @@ class OnDemand(Sequence[Item], ABC):
 
 
 class Joined(OnDemand[Item]):
-    """A concatenation of sequences."""
+    """Concatenation of several sequences."""
 
     def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
         self.parts = parts
@@ -93,7 +93,7 @@ class Joined(OnDemand[Item]):
 
 
 class JoinedRows:
-    """The rows of several files."""
+    """Concatenation of the rows of several files."""
 
     def __init__(self, files: Sequence[Rows]) -> None:
         self._files = files
@@ -121,14 +121,14 @@ class JoinedRows:
 
 
 def file_content(path: Path) -> Iterator[bytes]:
-    """Yield a file's bytes in chunks. Raises OSError."""
+    """Yield a whole file as chunks of bytes. Raises OSError if it can't be read."""
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             yield chunk
 
 
 def _find(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Return the number of the part that contains an index, and the index within it."""
+    """Return the number of the part of a concatenation that contains an index, and the index within this part."""
     part = bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 
@@ -171,14 +171,15 @@ def _converted(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value, in words."""
+    """Return the kind of a value in words for error messages, such as "a list"."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null", bytes: "bytes"}
     other = "a number" if isinstance(value, int | float) else f"a value of type {type(value).__name__}"
     return kinds.get(type(value), other) + (" without entries" if type(value) is list and not value else "")
 
 
 def stranger(name: str, value: Any) -> tuple[str, Any] | None:
-    """Return the first value that JSON can't represent, with its dotted name; None if there is none."""
+    """Find the first value that JSON can't represent, within `value`. Returns its dotted name and the value; None if
+    there is none."""
     if type(value) in _PLAIN or isinstance(value, str | int | float):
         return None
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""Special tokens that the files of a model's tokenizer name."""
+"""Reading of the special tokens, such as the end token, from the files of a model's tokenizer."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ from relaxd.text import parse_json
 
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that chat templates can use as variables."""
+"""Names of the special tokens that chat templates can use as variables."""
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens of a model's folder by their names, as transformers finds them.
+    """Return the texts of the special tokens of a model's folder, by name, as transformers finds them.
 
     In folders of older versions, whose tokenizer_config.json has no added_tokens_decoder, special_tokens_map.json wins.
-    Raises DataError: a file is damaged.
+    Raises DataError if a file is damaged.
     """
     files = [folder / TOKENIZER_CONFIG]
     if "added_tokens_decoder" not in read_object(files[0]):
@@ -29,7 +29,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def token_text(file: Path, name: str, value: Any) -> str | None:
-    """Return the text of a special token; None if it isn't set. Raises DataError if it has a wrong type."""
+    """Return the text of a special token from its entry in a file; None if it isn't set. Raises DataError if the entry
+    has a wrong type."""
     text = value.get("content") if isinstance(value, dict) else value
     if value is not None and not isinstance(text, str):
         raise DataError(
@@ -41,7 +42,7 @@ def token_text(file: Path, name: str, value: Any) -> str | None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a file with a JSON object; {} without the file. Raises DataError for any other content."""
+    """Return the JSON object in a file; {} if there is no such file. Raises DataError if the file has anything else."""
     try:
         value = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError) as error:

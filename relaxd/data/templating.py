@@ -1,4 +1,4 @@
-"""Chat templates, which convert messages to the model's text format, rendered as transformers renders them."""
+"""Chat templates, which convert messages to the model's text format. They are rendered as transformers renders them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,23 +18,24 @@ from relaxd.data.special_tokens import TOKENIZER_CONFIG, read_object, special_to
 from relaxd.models import DataError
 
 OVERRIDE = "model.chat_template"
-"""The setting with a template that replaces the model's own."""
+"""Name of the setting with a chat template that replaces the model's own."""
 JUDGE_OVERRIDE = "roles.judge.chat_template"
-"""The setting with a template that replaces the judge's own."""
+"""Name of the setting with a chat template that replaces the judge's own."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning: most templates read the first, gpt-oss's the second."""
+"""Keys under which a message may have its reasoning. Most templates read the first key, gpt-oss's the second."""
 TEMPLATE_FILE = "chat_template.jinja"
-"""File of a model's chat template. Older models have it in their tokenizer's configuration."""
+"""Name of the file with a model's chat template. Older models have the template in their tokenizer's configuration."""
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder of a model's named chat templates, of which "tool_use" is for prompts with tools."""
 END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 PROBE = "relaxd-probe-of-a-chat-template"
 DICT_ATTRIBUTES = frozenset(dir(dict))
-"""Names of dict's attributes, which hide entries of the same names from templates."""
+"""Names of the attributes of Python's dict. An entry of the same name is hidden from templates."""
 
 
 class Generation(Extension):
-    """The block {% generation %}, with which templates mark the assistant's text. It doesn't change the text."""
+    """Jinja extension for the block {% generation %}, with which templates mark the assistant's text. The text stays
+    unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 reads it from the class
 
@@ -48,7 +49,7 @@ class Generation(Extension):
 
 
 class DictFunction:
-    """The function dict() for templates, which don't get Python's class, as in transformers."""
+    """The function dict() for templates, as in transformers. Templates don't get Python's class dict."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
         return dict(*arguments, **named)
@@ -58,7 +59,7 @@ class DictFunction:
 
 
 class TemplateNamespace(jinja2.utils.Namespace):
-    """The function namespace() of templates, which refuses private names, as in transformers."""
+    """The function namespace() for templates, as in transformers. It refuses private names."""
 
     def __init__(*arguments: Any, **named: Any) -> None:  # a template may name a value "self"
         attributes: dict[str, Any] = dict(*arguments[1:], **named)
@@ -72,12 +73,12 @@ class TemplateNamespace(jinja2.utils.Namespace):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with cached checks of attributes, which took most of a render's time."""
+    """Jinja's sandbox with a cache for its checks of attributes, which took most of the time of rendering."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._safe: dict[tuple[type, str], bool] = {}
-        """True for attributes that templates may read, by type and name only."""
+        """Whether templates may read an attribute, by the object's type and the attribute's name."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is not dict or attribute in DICT_ATTRIBUTES:
@@ -95,7 +96,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def _null_contents(messages: Sequence[Message]) -> str:
-    """Name the messages without content: templates that expect text fail on them with unclear errors."""
+    """Return a hint for error messages that lists the messages whose content is null; "" if there are none. Templates
+    that expect text fail on such messages with unclear errors."""
     null = [f"{index} ({message['role']})" for index, message in enumerate(messages) if message.get("content") is None]
     if not null:
         return ""
@@ -103,7 +105,7 @@ def _null_contents(messages: Sequence[Message]) -> str:
 
 
 class ChatTemplate:
-    """A compiled Jinja chat template."""
+    """A model's chat template, compiled by Jinja, with its variables."""
 
     def __init__(
         self,
@@ -115,29 +117,29 @@ class ChatTemplate:
         with_tools: str | None = None,
         file: str = "",
     ) -> None:
-        """Compile a template.
+        """Compile a chat template.
 
         Args:
-            source: the template.
-            special_tokens: the model's special tokens, as variables.
-            field: the setting that the template comes from.
-            arguments: further variables.
-            with_tools: the template of prompts with tools, if the model has a separate one.
-            file: name of the file that the template is from, for errors.
+            source: Jinja text of the template.
+            special_tokens: the model's special tokens, as variables of the template.
+            field: name of the setting that gives the template.
+            arguments: further variables of the template.
+            with_tools: Jinja text of the template for prompts with tools, if the model has a separate one.
+            file: name of the file that has the template, for errors.
 
         Raises:
-            DataError: it isn't valid Jinja, or it ignores the messages.
+            DataError: the template isn't valid Jinja, or it ignores the messages.
         """
         self._variables = {**special_tokens, **(arguments or {})}
         self._field = field
         self._shown = f"the chat template of {file}" if file else "the chat template"
         self.source = with_tools or source
-        """Template of prompts with tools; for most models the template of all prompts."""
+        """Jinja text of the template for prompts with tools; for most models, the template for all prompts."""
         self._takes_tools = "tools" in self.source
         self._template = self._compiled(source)
         self._with_tools = self._compiled(with_tools) if with_tools else self._template
         self._wants_parts = False
-        """True if the template renders only lists of content parts, as some models for images require."""
+        """True if the template needs each message's content as a list of parts, as some models for images do."""
         self._check()
 
     def render(
@@ -150,11 +152,11 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation up to the start of the assistant's answer, with the tools that the model may call.
 
-        If the last message is the assistant's, the text ends with it, so that the model continues it. `now` is the time
-        for templates that write the date; None: the clock's.
+        If the last message is the assistant's, the text ends with this message, so that the model continues it. `now`
+        is the time for templates that write the date; None: the current time.
 
-        Raises DataError: the template rejects these messages, or knows no tools; or the last message is the assistant's
-        and has no text, or `continue_final` is False.
+        Raises DataError if the template rejects these messages, or has no place for tools. Also if the last message is
+        the assistant's, and it has no text or `continue_final` is False.
         """
         if tools and not self._takes_tools:
             raise DataError(
@@ -178,7 +180,7 @@ class ChatTemplate:
         return self._render(messages, tools, add_generation_prompt=False, now=now)
 
     def _continued(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], now: datetime | None) -> str:
-        """Render a conversation that ends within the assistant's message."""
+        """Render a conversation up to the end of the assistant's unfinished last message."""
         begun = messages[-1].get("content")
         if not begun:
             raise DataError("data", "the prompt ends in a message of the assistant without text, which can't continue")
@@ -233,7 +235,7 @@ class ChatTemplate:
             raise DataError(self._field, f"the chat template is invalid: {error}") from error
 
     def _check(self) -> None:
-        """Refuse a template that ignores the messages, for instance the path of a missing file."""
+        """Raise DataError if the template ignores the messages, as when it is the path of a missing file."""
         text = ""
         for self._wants_parts in (False, True):
             try:
@@ -250,7 +252,8 @@ class ChatTemplate:
         )
 
     def _as_rendered(self, message: Message) -> Message:
-        """Return a message without null entries, which many templates would render as None."""
+        """Return a message in the form that the template expects. Null entries are left out, because many templates
+        would render them as None."""
         message = {name: value for name, value in message.items() if value is not None}
         found = next((message[name] for name in REASONING if message.get(name) is not None), None)
         if found is not None:
@@ -261,7 +264,8 @@ class ChatTemplate:
 
 
 def chat_template_text(template: str, field: str = OVERRIDE) -> str:
-    """Return the Jinja text of a template, which may be the path of a file. Raises DataError, naming the setting."""
+    """Return the Jinja text of a chat template, given as text or as the path of a file. Raises DataError, which names
+    the setting."""
     if _is_text(template):
         return template
     path = Path(template).expanduser()
@@ -276,15 +280,16 @@ def chat_template_text(template: str, field: str = OVERRIDE) -> str:
 
 
 def with_template_texts(config: RunConfig, *, sent: bool = False, absolute: bool = True) -> RunConfig:
-    """Return a configuration with the texts of chat templates in place of paths, which other machines can't read.
+    """Return a configuration in which paths of chat templates are replaced by the templates' texts, because other
+    machines can't read the files.
 
     Args:
         config: the configuration.
-        sent: True if it came from elsewhere, so that relative paths can't be resolved.
+        sent: True if the configuration came from elsewhere, so that relative paths can't be resolved.
         absolute: True if absolute paths are paths on this machine. If False, paths that don't exist here are kept.
 
     Raises:
-        DataError: a file can't be read, or a relative path was sent.
+        DataError: a file can't be read, or a sent configuration has a relative path.
     """
 
     def text(template: str | None, field: str) -> str | None:
@@ -313,9 +318,10 @@ def with_template_texts(config: RunConfig, *, sent: bool = False, absolute: bool
 def load_chat_template(
     folder: Path, override: str | None, arguments: Mapping[str, Any] | None = None
 ) -> ChatTemplate | None:
-    """Load a model's chat template, or `override` if given, with arguments. Returns None if the model has none.
+    """Load a model's chat template, or the template `override` if given. Returns None if the model has no template.
+    `arguments` are variables of the template.
 
-    Raises DataError: a file of the folder is damaged, or the template can't be read or is invalid.
+    Raises DataError if a file of the folder is damaged, or the template can't be read or is invalid.
     """
     special = special_tokens(folder)
     if override is not None:
@@ -329,7 +335,8 @@ def load_chat_template(
 
 
 def _templates_of(folder: Path) -> dict[str, str]:
-    """Return the chat templates of a model's folder by their names. Raises DataError: a file is damaged."""
+    """Return the Jinja texts of the chat templates in a model's folder, by name. Raises DataError if a file is
+    damaged."""
     file = folder / TEMPLATE_FILE
     if file.is_file():
         files = {"default": file} | {one.stem: one for one in (folder / MORE_TEMPLATES).glob("*.jinja")}

@@ -24,17 +24,18 @@ from relaxd.models import DataError
 MEASURING_THREADS = 8
 """Maximum number of threads that read prompts' media. Fetching media is mostly waiting."""
 LONG_TEXT = 20_000
-"""Length of a text, in characters, from which its tokenisation is slow enough to release Python's lock to other
+"""Minimum length, in characters, of a text whose tokenisation is slow enough to release Python's lock to other
 threads."""
 NFC_GROWTH = 3
-"""Maximum factor by which Unicode's normal form C lengthens a text in UTF-8 (Unicode FAQ, Normalization)."""
+"""Maximum factor by which Unicode's normal form C lengthens a text in UTF-8, in bytes (Unicode FAQ, Normalization)."""
 SPLITS = {"ByteLevel", "Digits", "Punctuation", "Split"}
-"""Pre-tokenisation steps that add nothing to a text."""
+"""Types of pre-tokenisation steps that add nothing to a text."""
 
 
 @lru_cache(maxsize=4)
 def _read(file: str, changed_ns: int, size: int) -> Tokenizer:
-    """Load a tokenizer, cached because tokenizers 0.23 never frees a tokenizer's word cache of tens of megabytes."""
+    """Load a tokenizer. The cache is needed because tokenizers 0.23 never frees a tokenizer's word cache of tens of
+    megabytes."""
     tokenizer = Tokenizer.from_file(file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -42,10 +43,10 @@ def _read(file: str, changed_ns: int, size: int) -> Tokenizer:
 
 
 class PromptTokenizer:
-    """Templates and tokenises prompts for one model."""
+    """Renders prompts with a model's chat template, and tokenises them."""
 
     vision: VisionModel | None = None
-    """The model's rules for images and video; None: prompts have none."""
+    """Rules by which the model takes images, videos and sounds; None if prompts have no media."""
 
     def __init__(
         self,
@@ -60,10 +61,10 @@ class PromptTokenizer:
 
         Args:
             folder: the model's folder.
-            chat_template: a template, or the path of one, instead of the model's.
+            chat_template: text or path of a template to use instead of the model's.
             arguments: variables for the template.
-            continue_final: whether prompts may end in a message of the assistant, which the model continues.
-            vision: the model's rules for images and video, if prompts may have some.
+            continue_final: True if prompts may end in a message of the assistant, which the model continues.
+            vision: the model's rules for media, if prompts may have some.
 
         Raises:
             DataError: the tokenizer or the template is missing or invalid.
@@ -77,14 +78,15 @@ class PromptTokenizer:
         except Exception as error:  # the Rust binding raises plain Exception
             raise DataError("model.path", f"{file} is not a tokenizer: {error}") from error
         self.template = load_chat_template(folder, chat_template, arguments)
-        """The chat template; None: the model has none."""
+        """Chat template for prompts; None if neither the model nor `chat_template` gives one."""
         self._continue_final = continue_final
         self._growth = _growth(self._tokenizer)
         self.vision = vision
 
     @classmethod
     def of_run(cls, config: RunConfig, folder: Path) -> "PromptTokenizer":
-        """Load the tokenizer of a run whose model is in `folder`. Raises DataError."""
+        """Load the tokenizer of a run whose model is in `folder`. Raises DataError if the tokenizer, the chat
+        template or the model's rules for media can't be used."""
         model, data = config.model, config.data
         return cls(
             folder,
@@ -95,7 +97,7 @@ class PromptTokenizer:
         )
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
-        """Tokenise prompts, media included. Returns an int32 array [P] for each.
+        """Return the token ids of prompts, including those of their media: an array int32 [P] for each prompt.
 
         Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens,
         isn't valid Unicode, or has media that can't be used.
@@ -103,14 +105,15 @@ class PromptTokenizer:
         return self._with_media(examples, self._encode(examples, [self.render(example) for example in examples]))
 
     def encode_seen(self, example: Example, media: Sequence[NormalMedia]) -> np.ndarray:
-        """Tokenise a prompt with normalised media; otherwise like `encode`. Raises DataError."""
+        """Return the token ids of a prompt whose media are already normalised, int32 [P]. Raises DataError like
+        `encode`."""
         (tokens,) = self._encode([example], [self.render(example)])
         return self._expanded(example, tokens, self._vision_of(example), [item.size for item in media])
 
     def longer(self, examples: Sequence[Example], limit: int) -> dict[int, int]:
-        """Return the token counts of the prompts with more than `limit` tokens, by index.
+        """Return the number of tokens of each prompt that has more than `limit` tokens, by the prompt's index.
 
-        Prompts with too few bytes to exceed the limit aren't tokenised. Raises DataError, see `encode`.
+        Prompts with too few bytes to exceed the limit aren't tokenised. Raises DataError like `encode`.
         """
         texts = [self.render(example) for example in examples]
         doubtful = [index for index, text in enumerate(texts) if examples[index].media or self._may_exceed(text, limit)]
@@ -119,7 +122,7 @@ class PromptTokenizer:
         return {index: len(tokens) for index, tokens in zip(doubtful, encoded, strict=True) if len(tokens) > limit}
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Decode token ids, with or without special tokens."""
+        """Return the text of token ids. Special tokens are left out unless `special`."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special)
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
@@ -128,16 +131,16 @@ class PromptTokenizer:
         return [stream.step(self._tokenizer, int(token)) or "" for token in tokens]
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokenise a text that already contains all special tokens, written by a chat template."""
+        """Return the token ids of a text that a chat template wrote, and that already contains all special tokens."""
         if len(text) < LONG_TEXT:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         # This releases Python's lock, which `encode` doesn't.
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def labels_of(self, times: Sequence[float]) -> list[list[int]]:
-        """Tokenise the labels of a video's times, as Qwen3-VL's processor writes them.
+        """Return the token ids of the labels of a video's times, in seconds, as Qwen3-VL's processor writes them.
 
-        For Qwen3-Omni, whose videos are single blocks, labels are empty.
+        For Qwen3-Omni, whose videos are single blocks, the labels are empty.
         """
         if self.vision is not None and self.vision.tokens.second:
             return [[] for _ in times]
@@ -145,19 +148,20 @@ class PromptTokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Tokens by id that are matched in a text before the rest is tokenised, all special tokens included."""
+        """Tokens that are found in a text before the rest is tokenised, by id. They include all special tokens."""
         return dict(self._tokenizer.get_added_tokens_decoder())
 
     def is_special(self, token: int) -> bool:
-        """Return True for ids of special tokens, such as the end of a reply."""
+        """Return True if the id is that of a special token, such as the end of a reply."""
         return token in self.added_tokens and self.added_tokens[token].special
 
     def has_token(self, token: int) -> bool:
-        """Return True for ids, from 0 to 2**31 - 1, in the tokenizer's vocabulary."""
+        """Return True if the tokenizer's vocabulary has a token with this id. The id must be from 0 to 2**31 - 1."""
         return self._tokenizer.id_to_token(token) is not None
 
     def render(self, example: Example, now: datetime | None = None) -> str:
-        """Return a prompt as the model gets it, at a given time or now. Raises DataError, see `encode`."""
+        """Return a prompt's text as the model gets it. `now` is the time for templates that write the date; None: the
+        current time. Raises DataError like `encode`."""
         text = self._render(example, now)
         try:
             text.encode()
@@ -191,7 +195,8 @@ class PromptTokenizer:
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _with_media(self, examples: Sequence[Example], encoded: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the tokens of prompts including media, from the tokens of their texts."""
+        """Return the token ids of prompts with those of their media. `encoded` are the token ids of the prompts'
+        texts."""
         seen = [example for example in examples if example.media]
         if not seen:
             return list(encoded)
@@ -221,7 +226,7 @@ class PromptTokenizer:
             raise DataError("data", f"{example.place} {error}") from error
 
     def _may_exceed(self, text: str, limit: int) -> bool:
-        """Return whether a text may have more tokens than the limit, judged by its bytes."""
+        """Return True if a text has so many bytes that it may have more tokens than the limit."""
         if self._growth is None or not text:
             return True
         added = self._tokenizer.num_special_tokens_to_add(is_pair=False) if self.template is None else 0
@@ -230,9 +235,10 @@ class PromptTokenizer:
 
 
 def _growth(tokenizer: Tokenizer) -> int | None:
-    """Return the maximum number of tokens per byte of a text that isn't ASCII; for ASCII it is 1.
+    """Return the maximum number of tokens per byte of a non-ASCII text; for ASCII texts it is 1.
 
-    It is known for byte-level BPE, in which a token has at least one byte of the normalised text; None for others.
+    The number is known for byte-level BPE, in which a token has at least one byte of the normalised text. Returns None
+    for other tokenizers.
     """
     normalizers = _parts(tokenizer.normalizer, "normalizers")
     splits = _parts(tokenizer.pre_tokenizer, "pretokenizers")
@@ -247,7 +253,8 @@ def _growth(tokenizer: Tokenizer) -> int | None:
 
 
 def _parts(step: Any, name: str) -> list[dict[str, Any]]:
-    """Return the descriptions of a tokenizer's step, or of its parts if it is a sequence."""
+    """Return the description of a tokenizer's step as a list: of its parts if the step is a sequence, else of the step
+    alone."""
     if step is None:
         return []
     described = json.loads(step.__getstate__())  # what pickling uses: only the whole tokenizer has a to_str()

@@ -1,4 +1,4 @@
-"""verl's file of tools (YAML): the class, settings and schema of each."""
+"""Reading of verl's file of tools (YAML), which gives each tool's class, settings and schema."""
 
 import difflib
 import re
@@ -13,28 +13,29 @@ WITHOUT_YAML = "{error}: a file of tools needs PyYAML (pip install 'relaxd[rewar
 
 
 class ToolsFileError(ValueError):
-    """The file can't be read, or doesn't have verl's form. The message names the file and the tool."""
+    """A file of tools can't be read, or doesn't have verl's form. The message names the file and the tool."""
 
 
 @dataclass(frozen=True)
 class ToolEntry:
-    """A tool of the file."""
+    """A tool in verl's file of tools."""
 
     class_name: str
-    """Class of the tool, such as "package.module.Class"."""
+    """Path of the tool's class, such as "package.module.Class"."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Settings for the constructor of its class."""
+    """Settings for the constructor of the tool's class."""
     schema: dict[str, Any] | None = None
-    """Schema in OpenAI's form, {"type": "function", "function": {"name": ..., ...}}; None: the class has it."""
+    """Schema of the tool in OpenAI's form, {"type": "function", "function": {"name": ..., ...}}; None: only the class
+    has it."""
 
     @property
     def name(self) -> str:
-        """Name by which a model calls the tool; "" if only its class has it."""
+        """Name by which a model calls the tool; "" if only the tool's class knows the name."""
         return str(self.schema["function"]["name"]) if self.schema else ""
 
 
 def read_tools(path: Path) -> list[ToolEntry]:
-    """Return the tools of a file, without importing their classes. Raises ToolsFileError."""
+    """Return the tools of a file, without importing their classes. Raises ToolsFileError if the file can't be used."""
     try:
         import yaml
     except ImportError as error:
@@ -56,7 +57,8 @@ def read_tools(path: Path) -> list[ToolEntry]:
 
 
 def schemas_of(path: Path) -> list[dict[str, Any]]:
-    """Return the schemas of a file's tools for a chat template. Raises ToolsFileError, also if one is missing."""
+    """Return the schemas of a file's tools for a chat template. Raises ToolsFileError if the file can't be used, or a
+    tool has no schema."""
     tools = read_tools(path)
     for number, tool in enumerate(tools, 1):
         if tool.schema is None:
@@ -93,7 +95,7 @@ def _entry(value: Any, place: str) -> ToolEntry:
 
 
 def _variables(value: Any) -> Iterator[str]:
-    """Yield interpolations that hydra would resolve, such as ${oc.env:KEY}."""
+    """Yield the interpolations in a value, such as ${oc.env:KEY}, which hydra would resolve."""
     if isinstance(value, dict):
         for one in value.values():
             yield from _variables(one)

@@ -1,4 +1,5 @@
-"""Towers, which encode media for a model: their inputs, made on its device, and a cache of their outputs."""
+"""Inputs of a model's towers, which encode media, and a cache of the towers' outputs. The inputs are computed on the
+model's device."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -17,16 +18,16 @@ if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
 
 FULL_SCALE = 1 << 15
-"""Sample value that stands for 1 in a sound's normal form."""
+"""Sample value of a sound in normal form (int16) that stands for an amplitude of 1."""
 
 
 def normalised(cut: Tensor, vision: VisionModel) -> Tensor:
-    """Return patches as `VisionModel.patches` does, but made on the device, to which one byte is copied instead of
-    eight.
+    """Return the tower's input patches, as `VisionModel.patches` does, but computed on the device. Copying the pixels
+    there takes one byte per value instead of eight.
 
     Args:
-        cut: uint8 [patches, 3, frames, side, side], from `cut_patches`.
-        vision: the model's rules.
+        cut: pixels by patch from `cut_patches`, uint8 [patches, 3, frames, side, side].
+        vision: the model's rules for media.
     """
     mean, std = (cut.new_tensor(one, dtype=torch.float32)[:, None, None, None] for one in (vision.mean, vision.std))
     normal = ((cut.double() * SCALE).float() - mean) / std
@@ -36,7 +37,7 @@ def normalised(cut: Tensor, vision: VisionModel) -> Tensor:
 def spectrogram(samples: np.ndarray, rule: SoundRule) -> Tensor:
     """Return the log-mel spectrogram of a sound, float32 [bands, frames].
 
-    Each sound is processed alone: padding to the length of a longer one would change its last values.
+    Each sound is processed alone: padding to the length of a longer sound would change its last values.
     """
     wave = samples.astype(np.float32) / FULL_SCALE
     found = _extractor(rule.rate, rule.mels, rule.window, rule.hop)(
@@ -54,7 +55,8 @@ def _extractor(rate: int, mels: int, window: int, hop: int) -> "WhisperFeatureEx
 
 
 class TowerOutputs:
-    """Outputs of frozen towers by item, kept until a parameter of the towers changes. For one thread.
+    """Cache of the outputs of frozen towers, by media item, until a parameter of the towers changes. For use by one
+    thread.
 
     A tower gets each item alone, so its output is bit for bit the same, whatever else is in the batch and whether it
     was cached. So a restarted trainer that repeats a step from its file gets the same output.
@@ -64,26 +66,26 @@ class TowerOutputs:
         """Create an empty cache.
 
         Args:
-            max_bytes: maximum size of the kept outputs, in bytes; 0 keeps none.
-            on_host: keep them in the host's memory, not on the towers' device.
+            max_bytes: maximum size of the cached outputs, in bytes; 0 caches none.
+            on_host: True to keep the outputs in the host's memory, not on the towers' device.
         """
         self._kept: RecentItems[list[Tensor]] = RecentItems(max_bytes)
         self._on_host = on_host
         self._versions = -1
         self.runs = 0
-        """Number of items that the towers have run for."""
+        """Number of media items that a tower has run for, because they weren't cached."""
         self.asked = 0
-        """Number of items requested."""
+        """Number of media items whose outputs were requested, cached or not."""
 
     @torch.no_grad()
     def of(
         self, parameters: Iterable[Tensor], items: Mapping[str, Callable[[], list[Tensor]]]
     ) -> dict[str, list[Tensor]]:
-        """Return the towers' outputs by item, on their device.
+        """Return the towers' outputs for media items, by the item's hash, on the towers' device.
 
         Args:
             parameters: the towers' parameters.
-            items: by its hash, a function that runs the tower for the item alone.
+            items: functions that run the tower for one item alone, by the item's hash.
         """
         parameters = list(parameters)
         # Each write into a parameter raises its version; received weights that haven't changed aren't written.

@@ -1,5 +1,5 @@
-"""Images, video and sound of prompts for one model: the model's rules, items converted by them, and the media of
-upcoming prompts, converted in threads beside the publisher."""
+"""Images, videos and sounds of prompts: a model's rules for media, conversion of media items by these rules, and
+conversion of the media of upcoming prompts in threads beside the publisher."""
 
 import math
 import os
@@ -27,16 +27,16 @@ from relaxd.media.videos import BlockRule, VideoRule
 from relaxd.models import DataError
 
 SHARED_FILE = "processor_config.json"
-"""File of newer models with the settings of each processor under its name."""
+"""File of newer models that has the settings of all processors, each under the processor's name."""
 PROCESSOR_FILES = ("preprocessor_config.json", SHARED_FILE)
-"""Files with the settings of a model's image processor."""
+"""Files that may have the settings of a model's image processor, in the order in which they are tried."""
 VIDEO_FILES = ("video_preprocessor_config.json", SHARED_FILE)
-"""Files with the settings of a model's video processor."""
+"""Files that may have the settings of a model's video processor, in the order in which they are tried."""
 EXTRACTOR = "WhisperFeatureExtractor"
-"""transformers' class that makes the spectrogram of a sound."""
+"""Name of transformers' class that computes the spectrogram of a sound."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-"""Pixel normalisation of Qwen2VLImageProcessor, used if its settings have none."""
+"""Mean and standard deviation by which Qwen2VLImageProcessor normalises pixels, for models whose settings have none."""
 BICUBIC = 3
 """Pillow's constant for bicubic interpolation."""
 VIDEO_DEFAULTS: dict[str, Any] = {
@@ -51,41 +51,43 @@ POSITIONS_DEFAULT = 25
 
 
 class PromptHostAway(DataError):
-    """A prompt has media whose host doesn't answer now, but may later."""
+    """The media of a prompt can't be fetched, because their host doesn't answer now. It may answer later."""
 
 
 @dataclass(frozen=True)
 class VisionModel:
-    """A model's rules for images, video and sound."""
+    """A model's rules for images, videos and sounds."""
 
     rule: ImageRule
     tokens: MediaTokens
     mean: tuple[float, ...]
-    """Mean of each channel for normalising pixels, with values from 0 to 1."""
+    """Mean of each colour channel for normalising pixels, whose values are from 0 to 1."""
     std: tuple[float, ...]
     times: int
-    """Number of frames in a patch of a video. A patch of an image repeats its frame as often."""
+    """Number of video frames in a patch. A patch of an image repeats the image as often."""
     video: VideoRule | None = None
-    """The rule for video; None: prompts of the run have none."""
+    """Rule for videos; None if the run's prompts have no videos."""
     sound: SoundRule | None = None
-    """The rule for sound; None: the model hears none, or prompts of the run have none."""
+    """Rule for sounds; None if the model takes no sound, or the run's prompts have none."""
     hosts: tuple[str, ...] = ()
-    """Hosts from which prompts' items may be fetched (data.media_hosts)."""
+    """Hosts from which the prompts' media items may be fetched (data.media_hosts)."""
 
     @property
     def rules(self) -> Mapping[str, Any]:
-        """Rules by kind of media; None: the run doesn't use the kind."""
+        """Rules by kind of media; a rule is None if the run doesn't use the kind."""
         return {IMAGE: self.rule, VIDEO: self.video, AUDIO: self.sound}
 
     def cut(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the pixels of an item by patch (`cut_patches`). Raises MediaError if they don't fit its grid."""
+        """Cut the pixels of an image or video into patches (`cut_patches`). Raises MediaError if the pixels don't fit
+        the grid."""
         found = cut_patches(pixels, self.rule, grid)
         if found.shape[2] not in (1, self.times):
             raise MediaError(f"has {found.shape[2]} frames for each of its times: a video has {self.times}")
         return found
 
     def heard(self, samples: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the samples of a sound. Raises MediaError if they don't fit its size, or the model takes no sound."""
+        """Check the samples of a sound and return them. Raises MediaError if they don't fit the sound's grid, or the
+        model takes no sound."""
         if self.sound is None:
             raise MediaError("is a sound, which this model doesn't hear")
         if samples.ndim != 1 or len(samples) // self.sound.hop != grid[0]:
@@ -93,16 +95,18 @@ class VisionModel:
         return samples
 
     def patches(self, pixels: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the patches of an item in its normal form (`relaxd.media.images`)."""
+        """Return the normalised patches of an image or video, from its pixels in normal form
+        (`relaxd.media.images`)."""
         return patches(pixels, self.rule, grid, self.mean, self.std, self.times)
 
 
 def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collection[str] | None = None) -> VisionModel:
-    """Return a model's rules for images, and for video and sound if the run has some.
+    """Return a model's rules for images, and for videos and sounds if the run has some.
 
     Args:
         folder: the model's folder.
-        data: media columns of the run and limits of items; None: the model's limits, and sound if the model takes it.
+        data: media columns of the run and limits of media items; None: the model's limits, and sound if the model
+            takes it.
         run_kinds: kinds of media in the run; None: the kinds of the columns in `data`.
 
     Raises:
@@ -193,8 +197,8 @@ def read_vision(folder: Path, data: DataConfig | None = None, run_kinds: Collect
 
 
 def _sound_rule(folder: Path, config: Mapping[str, Any], data: DataConfig | None) -> SoundRule:
-    """Return a model's rule for sound. Raises DataError if its files are damaged, contradictory, or have unknown frame
-    rates."""
+    """Return a model's rule for sounds. Raises DataError if the model's files are damaged, contradictory, or have
+    unsupported frame rates."""
     extractor, file = _processor(folder, PROCESSOR_FILES, "feature_extractor")
     try:
         seconds = math.inf if data is None else data.max_audio_seconds
@@ -215,7 +219,7 @@ def _sound_rule(folder: Path, config: Mapping[str, Any], data: DataConfig | None
 
 
 def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRule:
-    """Return a model's rule for video. Raises DataError: its files are damaged or disagree."""
+    """Return a model's rule for videos. Raises DataError if the model's files are damaged or contradict each other."""
     is_block = vision.tokens.second > 0
     # Qwen3-Omni's folder has no settings of video, for which transformers, too, reads those of images.
     names = (*VIDEO_FILES, PROCESSOR_FILES[0]) if is_block else VIDEO_FILES
@@ -253,7 +257,8 @@ def _video_rule(folder: Path, vision: VisionModel, data: DataConfig) -> VideoRul
 
 
 def _check_block(vision: VisionModel, config: Mapping[str, Any]) -> None:
-    """Check that positions of videos that are blocks are whole numbers. Raises DataError."""
+    """Raise DataError unless the positions of a model's videos are whole numbers. For models whose videos are single
+    blocks."""
     assert vision.video is not None
     if (said := config.get("position_id_per_seconds", POSITIONS_DEFAULT)) != SECOND_TOKENS:
         what = f"has position_id_per_seconds {said} in its thinker_config: only {SECOND_TOKENS} is known here"
@@ -284,26 +289,26 @@ def _processor(folder: Path, names: tuple[str, ...], kind: str) -> tuple[dict[st
 
 
 def unseen(example: Example, kind: str) -> DataError:
-    """Return the error for a prompt whose media the settings don't name."""
+    """Return the error for a prompt with a kind of media that data.media_keys doesn't name."""
     setting = f'{{{kind} = "{kind}s"}}'
     what = f"has media of type {kind}, but data.media_keys doesn't say so"
     return DataError("data", f"{example.place} {what}: set data.media_keys = {setting}, or another column")
 
 
 def measure(example: Example, vision: VisionModel) -> list[MediaSize]:
-    """Return the sizes of a prompt's media, mostly without decoding. Raises DataError, like `normalise`."""
+    """Return the sizes of a prompt's media items, mostly without decoding them. Raises DataError like `normalise`."""
     return _read_each(example, vision, lambda kind: kind.measure)
 
 
 def normalise(example: Example, vision: VisionModel) -> list[NormalMedia]:
-    """Return a prompt's media in their normal form. Raises DataError, which names the row and the item."""
+    """Return a prompt's media items in their normal form. Raises DataError, which names the row and the item."""
     return _read_each(example, vision, lambda kind: kind.normalise)
 
 
 def normalise_shown(kind: str, source: Any, vision: VisionModel | None) -> NormalMedia:
-    """Return an item of a conversation's message in its normal form.
+    """Return a media item of a conversation's message in its normal form.
 
-    Raises MediaError if it can't be used, or the run doesn't use its kind of media.
+    Raises MediaError if the item can't be used, or the run doesn't use its kind of media.
     """
     if (rule := None if vision is None else vision.rules[kind]) is None:
         raise MediaError(f'is of type {kind}, but agent.media doesn\'t name it: add "{kind}"')
@@ -326,27 +331,28 @@ def _read_each(
 
 
 KEPT = 48
-"""Maximum number of prompts whose media are kept or in progress: about the current batch and the next two."""
+"""Maximum number of prompts whose media are kept or being converted: about the current batch and the next two."""
 THREADS = min(4, os.cpu_count() or 1)
-"""Number of threads that convert upcoming media. Decoding, resizing and PNG release Python's lock."""
+"""Number of threads that convert upcoming media. Decoding, resizing and PNG encoding release Python's lock."""
 DEADLINE_SECONDS = 300
-"""Maximum seconds until a prompt's media are ready: a disk may hang, and slow items may be fetched one by one."""
+"""Maximum seconds to wait for a prompt's media: a disk may hang, and slow items may be fetched one by one."""
 
 
 class MediaAhead:
-    """The media of prompts in their normal form, by index. Thread-safe."""
+    """Converts the media of upcoming prompts to their normal form in threads, and keeps them by the prompt's index.
+    Thread-safe."""
 
     def __init__(self, vision: VisionModel) -> None:
         self._vision = vision
         self._pool = ThreadPoolExecutor(THREADS, "media")
         self._found: OrderedDict[int, Future[list[NormalMedia]]] = OrderedDict()
         self._awaited: list[int] = []
-        """Indices that takers wait for, one for each taker."""
+        """Indices of the prompts that threads wait for in `take`, an entry for each waiting thread."""
         self._lock = RLock()
 
     def expect(self, examples: Iterable[tuple[int, Example]]) -> None:
-        """Start normalising the media of prompts that aren't in progress, or that failed: a file or host may be
-        back."""
+        """Start normalising the media of prompts, unless that is done or in progress. Failed prompts are tried again,
+        because a file or host may be back."""
         with self._lock:
             for index, example in examples:
                 found = self._found.get(index)
@@ -354,9 +360,9 @@ class MediaAhead:
                     self._found[index] = self._pool.submit(normalise, example, self._vision)
 
     def take(self, index: int, example: Example) -> list[NormalMedia]:
-        """Return a prompt's media, and drop the oldest kept ones.
+        """Wait for a prompt's media and return them. Discards the oldest media if those of more than KEPT are kept.
 
-        Raises PromptHostAway if one of their hosts doesn't answer now, DataError if they are wrong.
+        Raises PromptHostAway if a host of the media doesn't answer now, DataError if the media can't be used.
         """
         if not example.media:
             return []
@@ -382,7 +388,7 @@ class MediaAhead:
 
 
 def _hosts(example: Example) -> list[str]:
-    """Return the hosts of a prompt's media that are at addresses, frames of videos included."""
+    """Return the hosts from which a prompt's media are fetched, including frames of videos."""
     sources = [with_hosts(item.source, ()) for item in example.media]
     items = [item for source in sources for item in (source if isinstance(source, list) else [source])]
     return sorted({item.host for item in items if isinstance(item, RemoteItem)})

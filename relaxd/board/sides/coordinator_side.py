@@ -32,15 +32,15 @@ from relaxd.telemetry import BatchSpan
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 SWEPT_TOGETHER = 256
-"""Number of attempts that a sweep frees before it records its progress."""
+"""Number of attempts that a sweep frees at a time, after which it records its progress."""
 LEDGER_STEPS = 256
-"""Number of newest steps that stay in the board's ledger: a plan may have hundreds of kilobytes."""
+"""Number of newest steps that stay in the board's ledger; a step's plan may have hundreds of kilobytes."""
 DROPPED_TOGETHER = 64
 """Maximum number of groups that one script drops."""
 
 
 class CoordinatorSide(BoardCore):
-    """Creates a run, publishes its prompts through the gate, deletes it."""
+    """Operations of the coordinator: create a run, publish its prompts through the gate, keep its ledger, delete it."""
 
     @operation
     def create(self, *, term: int, groups_per_step: int, steps: int) -> RedisOperation[None]:
@@ -107,7 +107,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def set_gate(self, *, term: int, oldest_version: int | None, open: bool) -> RedisOperation[None]:
-        """Open or close the gate, and set the oldest version on any engine that takes prompts (None: none has weights).
+        """Open or close the gate, and set the oldest version of the engines that take prompts (None: no weights yet).
 
         Raises Fenced, RunMissing.
         """
@@ -121,7 +121,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def forget_weights(self, *, term: int, before: int) -> RedisOperation[int]:
-        """Remove the digests of versions before one, once they are written elsewhere. Returns the number of versions.
+        """Remove the weight digests of versions below `before`, once they are stored elsewhere. Returns their number.
 
         Raises Fenced, RunMissing.
         """
@@ -129,9 +129,9 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def admission(self, worst_bytes: int) -> RedisOperation[Admission]:
-        """Return the number of groups of up to `worst_bytes` that the gate (lua/library/admission.lua) admits now.
+        """Return how many groups of up to `worst_bytes` bytes the gate admits now, and which limit determines that.
 
-        Raises RunMissing.
+        The rule is in lua/library/admission.lua. Raises RunMissing.
         """
         nodes = yield from self._node_bytes()
         room, answer = yield from run_script("room", self.prefix, *nodes, worst_bytes)
@@ -139,7 +139,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def memory(self) -> RedisOperation[RedisMemory]:
-        """Return the memory for large payloads: of the board's Redis or, if there are any, of all data nodes.
+        """Return use and limits of the memory for large payloads: of the data nodes if the run has any, else of Redis.
 
         The run need not exist.
         """
@@ -153,7 +153,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def data_node_problems(self) -> RedisOperation[list[str]]:
-        """Return the faults of data nodes. Raises BoardUnavailable for one that doesn't answer."""
+        """Return what is wrong with the run's data nodes. Raises BoardUnavailable if a data node doesn't answer."""
         return (yield from data_nodes.problems(self._connection.url, [one.url for one in self._nodes.data]))
 
     @operation
@@ -177,7 +177,7 @@ class CoordinatorSide(BoardCore):
         retry: bool = False,
         counts: DropKind = "failed",
     ) -> RedisOperation[int]:
-        """Drop open groups, held or not; otherwise like `drop`.
+        """Drop open groups, whether or not a replica holds them. Arguments have the meaning that `drop` gives them.
 
         Returns the number of groups that were open, and so dropped. Raises Fenced, RunMissing.
         """
@@ -190,17 +190,17 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def trim_ledger(self, *, term: int, written: int) -> RedisOperation[int]:
-        """Remove steps up to `written`, which the run's folder has, from the ledger, except the last LEDGER_STEPS of
-        them.
+        """Remove old steps from the board's ledger. Returns the number of removed steps.
 
-        Returns the number of removed steps. Raises Fenced, RunMissing.
+        The run's folder has the steps up to `written`; the last LEDGER_STEPS of them stay, and all later ones. Raises
+        Fenced, RunMissing.
         """
         first_kept = max(1, written - LEDGER_STEPS + 1)
         return int((yield from run_script("trim_ledger", self.prefix, term, first_kept)))
 
     @operation
     def sweep(self, *, term: int) -> RedisOperation[int]:
-        """Free the payloads of closed groups and of attempts that came too late. Returns the number of attempts.
+        """Free the payloads of closed groups and of attempts that came too late. Returns the number of freed attempts.
 
         An interrupted sweep leaves the rest to the next one. Raises Fenced, RunMissing.
         """
@@ -273,10 +273,10 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def reclaim(self, *, term: int, consumer: str) -> RedisOperation[int]:
-        """Free the groups that a dead replica holds, for immediate redelivery. Returns their number.
+        """Free the groups that a dead replica holds, for immediate redelivery. Returns the number of freed groups.
 
-        If the replica is alive after all, its holds are over and its late commits change nothing. Each delivery counts
-        towards limits.max_deliveries. The trainer's holds stay: its successor's term frees them. Raises Fenced,
+        If the replica is alive after all, it has lost its holds, and its late commits change nothing. Each delivery
+        counts towards limits.max_deliveries. The trainer's holds stay: its successor's term frees them. Raises Fenced,
         RunMissing.
         """
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
@@ -285,7 +285,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def cursor(self) -> RedisOperation[JSON]:
-        """Return the data cursor of the last publish; None before the first. Raises RunMissing."""
+        """Return the data cursor, which `publish` and `restore` set; None before that. Raises RunMissing."""
         value: JSON = json.loads((yield from self._state("cursor")))
         return value
 
@@ -306,7 +306,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def fates(self, after: str = "", limit: int = 1000) -> RedisOperation[list[GroupOutcome]]:
-        """Return the outcomes of closed groups after `after`, oldest first, as far as they are stored."""
+        """Return at most `limit` stored outcomes of closed groups, oldest first, after the outcome with id `after`."""
         start = f"({after}" if after else "-"
         entries = yield from ask("XRANGE", f"{self.prefix}fates", start, "+", "COUNT", limit)
         with reading(f"the fates of groups of run {self.run_id}"):
@@ -322,7 +322,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def forget_fates(self, last: str, *, term: int) -> RedisOperation[None]:
-        """Remove outcomes up to the entry `last`, once they are stored elsewhere. Raises Fenced, RunMissing."""
+        """Remove outcomes of groups up to id `last`, once they are stored elsewhere. Raises Fenced, RunMissing."""
         milliseconds, number = last.split("-")
         first_kept = f"{milliseconds}-{int(number) + 1}"
         yield from run_script("forget_fates", self.prefix, term, first_kept)
@@ -335,7 +335,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def measure(self) -> RedisOperation[int]:
-        """Return the bytes of the run in Redis, data nodes included."""
+        """Return the memory that the run takes in Redis, data nodes included, in bytes."""
 
         total = 0
         for server in (None, *range(len(self._nodes.data))):
@@ -366,16 +366,16 @@ class CoordinatorSide(BoardCore):
         yield from payload_transfer.unlink_keys([record])
 
     def _unlink_all(self, server: At, spared: str) -> RedisOperation[None]:
-        """Remove all keys of the run from one server, except `spared`."""
+        """Delete all Redis keys of the run on one server, except the key `spared`."""
         found = yield FindKeys(self.prefix, server)
         yield from payload_transfer.unlink_keys((key for key in found if key != spared), server)
 
     def _node_bytes(self) -> RedisOperation[tuple[int, int, int]]:
-        """Return the data nodes' total bytes: used, maximum, limit for surplus groups; zeros without nodes."""
+        """Return memory of all data nodes, in bytes: used, maximum, limit for surplus groups; zeros without nodes."""
         memory = yield from data_nodes.memory(len(self._nodes.data))
         return (0, 0, 0) if memory is None else (memory.used, memory.max_bytes, memory.high_water)
 
 
 def _flat(fields: Mapping[str, Any]) -> list[Any]:
-    """Return alternating names and values."""
+    """Return a mapping as a list in which names and values alternate, as Redis commands take it."""
     return [part for item in fields.items() for part in item]

@@ -33,11 +33,11 @@ RESERVED_RUN_ID = COORDINATOR
 """Reserved run id: keys under relaxd:{RUN_ID}: with this id are the coordinator's own."""
 WORKERS = "workers"
 WRITES = 3
-"""Maximum attempts to write large payloads whose commit came too late."""
+"""Maximum number of times that a commit's large payloads are written, if earlier commits came too late."""
 
 
 class GroupAttempt(NamedTuple):
-    """A group's columns that a stage, or "publish", writes."""
+    """Attempt to write the columns of one stage, or of "publish", to one group."""
 
     group_id: str
     stage: str
@@ -46,7 +46,7 @@ class GroupAttempt(NamedTuple):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Convert errors of parsing `what` into BoardError."""
+    """Convert errors of the block, which parses a value from Redis, into BoardError. `what` names the value."""
     try:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -59,10 +59,10 @@ def damaged(what: str, error: Exception) -> BoardError:
 
 
 class BoardCore:
-    """The operations that every side of a run's board has."""
+    """Base class of the sides of a run's board, with the operations that all of them have."""
 
     connect_to: Callable[..., Any]
-    """Function that connects to a server; blocking and asyncio boards (relaxd.board.worker) have different ones."""
+    """Class of connections to a Redis server: blocking, or for asyncio (relaxd.board.worker)."""
 
     def __init__(
         self,
@@ -169,20 +169,20 @@ class BoardCore:
         }
 
     def needs(self, stage: str) -> tuple[str, ...]:
-        """Return the columns that a stage of the run needs."""
+        """Return the names of the columns that a stage of the run reads."""
         return self._by_name[stage].needs
 
     def writes(self, stage: str) -> tuple[str, ...]:
-        """Return the columns that a stage of the run writes."""
+        """Return the names of the columns that a stage of the run writes."""
         return self._by_name[stage].writes
 
     def client_attributes(self, consumer: str) -> dict[str, str]:
-        """Return the attributes of a consumer in its spans."""
+        """Return the attributes that spans of a stage's consumer have."""
         names = {"messaging.consumer.group.name": WORKERS, "messaging.client.id": consumer}
         return {"relaxd.run_id": self.run_id, **names}
 
     def _attempt(self, name: str, columns: Mapping[str, Column]) -> Attempt:
-        """Encode columns under a new name. Raises ColumnError."""
+        """Return an attempt with this name to write these columns. Raises ColumnError."""
         large = self.limits.large_column_bytes
         return Attempt(self.prefix, name, columns, nodes=len(self._nodes.data), large_bytes=large)
 
@@ -192,7 +192,7 @@ class BoardCore:
         return f"{self.prefix}stage:{stage}"
 
     def _writers(self, stage: Stage) -> list[str]:
-        """Return the writers of the columns that a stage needs."""
+        """Return the stages, or "publish", that write the columns which a stage reads."""
         return sorted({self._producers.get(column, PUBLISH) for column in stage.needs} or {PUBLISH})
 
     def _state(self, field: str) -> RedisOperation[bytes]:
@@ -202,7 +202,7 @@ class BoardCore:
         return value
 
     def _check_size(self, group_id: str, what: str, attempt: Attempt) -> None:
-        """Raise ColumnsTooLarge if the columns exceed board.max_group_bytes."""
+        """Raise ColumnsTooLarge if the attempt's columns exceed board.max_group_bytes."""
         if attempt.nbytes > self.limits.max_group_bytes:
             raise ColumnsTooLarge(
                 f"group {group_id}: {what} takes {attempt.nbytes} bytes; board.max_group_bytes allows "
@@ -268,9 +268,9 @@ class BoardCore:
     def _write(
         self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int
     ) -> RedisOperation[tuple[list[int], bool]]:
-        """Register attempts and write their large payloads. Those on data nodes no longer expire.
+        """Register attempts and write their large payloads. Makes payloads on data nodes permanent.
 
-        Returns the indices of the attempts that are still wanted, and whether all their payloads are complete.
+        Returns the indices of the attempts that can still be committed, and True if all their payloads are complete.
         """
         left = yield from self._wanted(attempts, indices, milliseconds)
         yield from payload_transfer.write([attempts[index].attempt for index in left], milliseconds)
@@ -286,14 +286,14 @@ class BoardCore:
     def _wanted(
         self, attempts: Sequence[GroupAttempt], indices: Sequence[int], milliseconds: int
     ) -> RedisOperation[list[int]]:
-        """Register attempts. Returns the indices of those that are still needed."""
+        """Register attempts. Returns the indices of those that can still be committed."""
         refused = yield from self._register([attempts[index] for index in indices], milliseconds)
         return [index for index in indices if attempts[index].attempt.pointer not in refused]
 
     def _register(self, attempts: Sequence[GroupAttempt], milliseconds: int) -> RedisOperation[set[str]]:
         """Register attempts whose large payloads take at most `milliseconds` to write.
 
-        Returns the pointers of those that nobody wants any more, whose payloads need not be written.
+        Returns the pointers of the attempts that can't be committed any more: their payloads need not be written.
         """
         if not attempts:
             return set()
@@ -302,6 +302,6 @@ class BoardCore:
 
     @staticmethod
     def _registration(attempts: Sequence[GroupAttempt], milliseconds: int) -> list[Any]:
-        """Return the arguments of the script that registers the attempts with large payloads."""
+        """Return the arguments with which the script `register` registers those attempts that have large payloads."""
         large = (one for one in attempts if one.attempt.large_bytes)
         return [milliseconds, *(part for one in large for part in (one.group_id, one.stage, one.attempt.pointer))]

@@ -23,7 +23,8 @@ from relaxd.redis_client.operations import RedisOperation, Send, ask, operation
 
 MAX_CLAIM_INTERVAL = 5.0
 COMMIT_BYTES = 16 << 20
-"""Maximum bytes of the groups that are committed together, so that the first doesn't wait for the bytes of all."""
+"""Maximum size of the columns that one commit writes for several groups, in bytes. A larger commit would delay its
+first group."""
 
 NOTHING: AbstractContextManager[None, None] = nullcontext()
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageSide(BoardCore):
-    """Takes, holds, commits and drops groups. Every operation is idempotent."""
+    """Operations of stages: take, hold, commit and drop groups. Every operation is idempotent."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -101,8 +102,8 @@ class StageSide(BoardCore):
     def saved(self, delivery: Delivery) -> RedisOperation[Saved]:
         """Load the unfinished work that deliveries of this group have saved at this stage, in order.
 
-        The work is gone once the stage has committed or the group is closed. If it is damaged, only its pointers are
-        returned, for `forget_saved`.
+        The work is removed once the stage has committed or the group is closed. If saved work is damaged, only its
+        pointers are returned, for `forget_saved`.
         """
         saved = ("HGET", f"{self.prefix}group:{delivery.group_id}", f"saved:{delivery.stage}")
         found = yield from ask(*saved)
@@ -148,13 +149,16 @@ class StageSide(BoardCore):
 
     @operation
     def forget_saved(self, delivery: Delivery, pointers: str) -> RedisOperation[bool]:
-        """Remove the unfinished work that is saved under these pointers. Returns False where `save` returns None."""
+        """Remove the unfinished work that is saved under these pointers.
+
+        Returns False if this delivery does not hold the group any more, or others have saved or forgotten something.
+        """
         hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
         return bool((yield from run_script("save", self.prefix, *hold, pointers, "", "", 0)))
 
     @operation
     def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> RedisOperation[set[str]]:
-        """Renew leases. Returns the ids of the groups that are still held; other consumers took the rest."""
+        """Renew the leases of held groups. Returns the ids of groups still held; other consumers took the rest."""
         if not deliveries:
             return set()
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
@@ -165,7 +169,7 @@ class StageSide(BoardCore):
     def nack(
         self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False
     ) -> RedisOperation[int]:
-        """Hand groups back for immediate redelivery. Returns the number that were still held.
+        """Hand groups back to their stage for immediate redelivery. Returns the number of groups that were still held.
 
         The deliveries count towards limits.max_deliveries only if `failed`.
         """
@@ -178,10 +182,11 @@ class StageSide(BoardCore):
 
     @operation
     def redo(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, again: str) -> RedisOperation[int]:
-        """Have the stage `again` write its columns of held groups again. Returns the number that were still held.
+        """Send held groups back to another stage, `again`, which writes its columns anew.
 
-        The hold ends. Once `again` has committed, the groups are offered to this stage again; until then they lack its
-        columns. The deliveries don't count towards limits.max_deliveries.
+        Returns the number of groups that were still held. The holds end. The groups lose the columns of stage `again`;
+        once it has committed, they are offered to this stage again. The deliveries don't count towards
+        limits.max_deliveries.
         """
         if not deliveries:
             return 0
@@ -217,11 +222,11 @@ class StageSide(BoardCore):
         counts: DropKind = "failed",
         detail: str = "",
     ) -> RedisOperation[bool]:
-        """Drop the group that a delivery holds.
+        """Drop the group that a delivery holds. Returns False if the group was closed, or this delivery lost its hold.
 
-        With `retry`, its prompt waits to be published again, at most limits.max_retries times; if its reward failed, it
-        waits for `retry_unscored` instead. `counts` selects the count of consecutive drops. `detail` is recorded with
-        the group, for people. Returns False if it was closed already or the delivery does not hold it any more.
+        With `retry`, the group's prompt waits to be published again, at most limits.max_retries times; if its reward
+        failed, the prompt waits for `retry_unscored` instead. `counts` selects the count of consecutive drops. `detail`
+        is recorded with the group, for people.
         """
         again = "unscored" if reason == DropReason.REWARD_FAILED else int(retry)
         settings = (reason, again, self.limits.max_retries, DROP_COUNTERS[counts], detail)
@@ -237,7 +242,7 @@ class StageSide(BoardCore):
     def _settling(
         self, name: str, deliveries: Sequence[Delivery], reason: str = ""
     ) -> AbstractContextManager[None, None]:
-        """Record the block as an operation that ends a stage's holds."""
+        """Record a span for the block, an operation that ends a stage's holds of groups."""
         if not deliveries or not telemetry.enabled():
             return NOTHING
         more = self.client_attributes(deliveries[0].consumer)
@@ -245,7 +250,7 @@ class StageSide(BoardCore):
         return telemetry.BatchSpan(name, "settle", deliveries[0].stage, (one.trace for one in deliveries), more)
 
     def _prepare(self, delivery: Delivery, columns: Mapping[str, Column], name: str) -> tuple[GroupAttempt, list[Any]]:
-        """Return an attempt to commit these columns, and the script's arguments besides its pointer and bytes."""
+        """Return an attempt to commit a stage's columns, and further arguments of the script: version, times, facts."""
         writes = self._by_name[delivery.stage].writes
         if set(columns) != set(writes):
             raise ValueError(
@@ -282,7 +287,7 @@ class StageSide(BoardCore):
     def _read(
         self, stream: str, stage: str, consumer: str, count: int, block: int | None
     ) -> RedisOperation[list[Delivery]]:
-        """Read new entries, blocking for `block` milliseconds."""
+        """Take up to `count` groups newly offered to the stage. Waits at most `block` milliseconds; None: no wait."""
         arguments: list[Any] = ["XREADGROUP", "GROUP", WORKERS, consumer, "COUNT", count]
         if block is not None:
             arguments += ["BLOCK", block]
@@ -293,9 +298,9 @@ class StageSide(BoardCore):
     def _parse_entries(
         self, stage: str, consumer: str, entries: Sequence[tuple[Any, Any, int]]
     ) -> RedisOperation[list[Delivery]]:
-        """Parse entries (id, fields, deliveries). Unreadable ones are dropped as "damaged".
+        """Parse entries of a stage's stream: (id, fields, number of deliveries).
 
-        Otherwise they would crash each reader that takes them over.
+        Groups whose entry can't be parsed are dropped as "damaged"; else each replica that takes them would crash.
         """
         found, damaged = [], []
         for entry_id, fields, deliveries in entries:
@@ -311,7 +316,7 @@ class StageSide(BoardCore):
     def _places(
         self, deliveries: Sequence[Delivery], columns: Sequence[str]
     ) -> RedisOperation[list[dict[str, Place] | None]]:
-        """Return the places of each group's columns; None for a group that has been closed."""
+        """Return for each group where its columns are stored; None for a group that has been closed."""
         wanted: dict[str, list[str]] = {}
         for column in columns:
             wanted.setdefault("@" + self._producers.get(column, PUBLISH), []).append(column)
@@ -333,8 +338,10 @@ class StageSide(BoardCore):
     def _pointers(
         self, deliveries: Sequence[Delivery], writers: list[str]
     ) -> RedisOperation[list[dict[str, str] | None]]:
-        """Return each group's pointers: the delivery's or, if it lacks some, the group's current ones. None for a
-        closed group."""
+        """Return each group's payload pointers, by writer.
+
+        If the delivery lacks the pointer of one of `writers`, all are read from the board; None if the group is closed.
+        """
         needed = set(writers)
         incomplete = [delivery for delivery in deliveries if not needed <= delivery.pointers.keys()]
         if not incomplete:
@@ -355,7 +362,7 @@ class StageSide(BoardCore):
 
 
 def _pick(payloads: Mapping[str, dict[str, Column] | None], placed: Mapping[str, Place]) -> dict[str, Column] | None:
-    """Pick a group's columns from loaded payloads; None if one is missing."""
+    """Return the columns of a group that `placed` names, from loaded payloads; None if a payload is missing."""
     result: dict[str, Column] = {}
     for column, place in placed.items():
         payload = payloads[place.keys[0]]
@@ -368,7 +375,7 @@ def _pick(payloads: Mapping[str, dict[str, Column] | None], placed: Mapping[str,
 
 
 def _join(payloads: Mapping[str, bytes | None], places: Sequence[Place]) -> dict[str, Column]:
-    """Return the columns of all payloads together. Raises ColumnError for a missing or corrupt one."""
+    """Decode payloads and return all of their columns. Raises ColumnError if a payload is missing or corrupt."""
     columns: dict[str, Column] = {}
     for place in places:
         payload = payloads[place.keys[0]]

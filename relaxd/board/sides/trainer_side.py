@@ -14,7 +14,7 @@ from relaxd.redis_client.operations import RedisOperation, Send, ask, operation
 
 
 class TrainerSide(BoardCore):
-    """The step ledger, and the state that the trainer needs to close a step."""
+    """Operations of the trainer: commit steps to the ledger, and read what it needs to complete a step."""
 
     @operation
     def new_trainer_term(self) -> RedisOperation[int]:
@@ -28,10 +28,10 @@ class TrainerSide(BoardCore):
 
     @operation
     def new_attempt(self, process: str, last: int) -> RedisOperation[int]:
-        """Return a number for the next start of a trainer's ranks on several hosts; numbers grow.
+        """Return a number for the next start of a trainer's ranks on several hosts. Numbers grow from start to start.
 
-        `process` is a unique name of the trainer's process, `last` its last number, 0 before its first. Raises Fenced
-        when another trainer's process got a number since, RunMissing.
+        `process`: unique name of the trainer's process. `last`: the number that this process got last, 0 before its
+        first. Raises Fenced when another trainer's process has got a number since then, RunMissing.
         """
         return int((yield from run_script("start_attempt", self.prefix, process, last)))
 
@@ -42,16 +42,16 @@ class TrainerSide(BoardCore):
 
     @operation
     def ask_critic(self, *, term: int, step: int, keep: bool) -> RedisOperation[None]:
-        """Ask the critic for a checkpoint of the last step; if `keep`, for one that is never removed.
+        """Ask the critic service to save a checkpoint of the last step; with `keep`, one that is never removed.
 
-        Call it before the next step is committed: the critic then sees it before it trains on that step. Raises Fenced
-        when another trainer has taken over, RunMissing.
+        Call this before the next step is committed, so that the critic reads the request before it trains on that step.
+        Raises Fenced when another trainer has taken over, RunMissing.
         """
         yield from run_script("ask_critic", self.prefix, term, step, int(keep))
 
     @operation
     def critic_orders(self) -> RedisOperation[CriticOrders]:
-        """Return the critic's term and its requested checkpoints. Raises RunMissing."""
+        """Return the current critic term, and the checkpoints that the trainer requested. Raises RunMissing."""
         names = ("critic_term", "critic_checkpoint", "critic_kept")
         term, checkpoint, kept = yield from ask("HMGET", f"{self.prefix}state", *names)
         if term is None:
@@ -60,16 +60,16 @@ class TrainerSide(BoardCore):
 
     @operation
     def open_versions(self) -> RedisOperation[dict[str, int]]:
-        """Return the oldest weight version by id, for open groups whose generation has started.
+        """Return by group id the oldest weight version used in each open group whose generation has started.
 
-        Until the rollout commits, this is the version with which generation started, then the oldest of the tokens'.
+        Until the rollout commits, this is the version with which generation started; then the oldest that wrote tokens.
         """
         started = yield from ask("HGETALL", f"{self.prefix}started")
         return {group_id.decode(): int(version) for group_id, version in started.items()}
 
     @operation
     def sent_weights(self) -> RedisOperation[dict[int, list[str]]]:
-        """Return the digests of the weights that this or an earlier trainer sent as each version.
+        """Return by version the digests of the weights that this trainer or earlier ones sent to engines.
 
         Versions may be missing if no step trains on their tokens any more.
         """
@@ -78,7 +78,10 @@ class TrainerSide(BoardCore):
 
     @operation
     def times(self, group_ids: Sequence[str]) -> RedisOperation[dict[str, GroupTimes]]:
-        """Return the times that open groups spent in the committed stages; closed groups are left out."""
+        """Return the times of open groups, by group id: of publishing, and of each stage that has committed.
+
+        Closed groups are left out.
+        """
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
         fields = ("published", *(f"time:{stage}" for stage in stages))
         replies = yield Send([("HMGET", f"{self.prefix}group:{group_id}", *fields) for group_id in group_ids])
@@ -151,9 +154,9 @@ class TrainerSide(BoardCore):
     def sample_page(
         self, step: int | None = None, after: str = "", *, limit: int = 16
     ) -> RedisOperation[list[tuple[str, dict[str, Any]]]]:
-        """Return samples of a step, or of all steps, newest first, with their keys, after the key `after`.
+        """Return samples to show to people, of a step or of all steps (None), newest first, each with its key.
 
-        Each sample has its "step".
+        `after`: the key of the last sample of the page before. Each sample has its "step".
         """
         found: list[tuple[str, dict[str, Any]]] = []
         while len(found) < limit and (page := (yield from self._sample_keys(step, after, limit - len(found)))):
@@ -168,7 +171,7 @@ class TrainerSide(BoardCore):
         return found
 
     def _sample_keys(self, step: int | None, after: str, limit: int) -> RedisOperation[list[tuple[str, Place]]]:
-        """Return the keys of samples, newest first, and the places of the samples."""
+        """Return the keys of samples to show to people, newest first, and where the samples are stored."""
         lowest, highest = ("-", "+") if step is None else (f"{step}", f"{step}")
         first, below = (int(part) for part in after.split("-")) if after else (0, 0)
         if after:

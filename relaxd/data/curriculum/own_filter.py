@@ -9,7 +9,7 @@ import numpy as np
 from relaxd.importing import ImportProblem, describe_error, import_own
 
 COLUMNS = ("prompt", "text", "finish", "sample_of_sequence", "lengths", "reward", "reward_parts")
-"""Columns from which samples are built."""
+"""Names of the board columns from which a filter's samples are built."""
 
 
 @dataclass(frozen=True)
@@ -17,21 +17,21 @@ class ScoredSample:
     """A sample of a group, in the form that filters get."""
 
     prompt: str
-    """The text of the prompt's last message."""
+    """Text of the prompt's last message."""
     response: str
-    """The model's answer; in a conversation, the last one."""
+    """Text of the model's answer; in a conversation, of the last answer."""
     answer: str
-    """The reference answer."""
+    """Reference answer of the prompt."""
     metadata: Mapping[str, Any]
-    """Other fields of the prompt's row."""
+    """Metadata of the prompt: further fields of its row in the data."""
     reward: float
     """Reward of the sample."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the reward. Other samples may have other parts."""
+    """Values of the parts of the sample's reward, by name. Other samples may have other parts."""
     tokens: int = 0
-    """Tokens of the answer; in a conversation, of all sequences."""
+    """Number of tokens of the answer; in a conversation, of all sequences."""
     truncated: bool = False
-    """True if the answer ended at its maximum length."""
+    """True if the answer was cut off at its maximum length."""
 
 
 class FilterError(ValueError):
@@ -42,14 +42,14 @@ class GroupFilter:
     """Calls a user's own filter. A filter that fails is reloaded from its file for the next group."""
 
     def __init__(self, name: str) -> None:
-        """Import the filter. Raises FilterError if it can't be imported, or isn't a function."""
+        """Import the user's filter function. Raises FilterError if it can't be imported, or isn't a function."""
         self._who = f'the filter "{name}"'
         self._name = name
         self._function: Callable[[Sequence[ScoredSample]], Any] | None = self._load()
 
     def keeps(self, columns: Mapping[str, Any]) -> bool:
-        """Return whether to train on the group with these columns (`COLUMNS`). Raises FilterError if the filter
-        fails."""
+        """Return True if the filter wants to train on a group. `columns` are the group's columns (`COLUMNS`). Raises
+        FilterError if the filter fails."""
         function = self._function = self._function or self._load()
         samples = samples_of(columns)
         try:
@@ -73,7 +73,7 @@ class GroupFilter:
 
 
 def samples_of(columns: Mapping[str, Any]) -> list[ScoredSample]:
-    """Return the samples of a scored group from its columns (`COLUMNS`)."""
+    """Return the samples of a scored group, built from its columns (`COLUMNS`)."""
     prompt, parts, rewards = columns["prompt"], columns["reward_parts"], np.asarray(columns["reward"])
     sample_of_sequence = np.asarray(columns["sample_of_sequence"])
     tokens = np.bincount(sample_of_sequence, np.asarray(columns["lengths"]), rewards.size)

@@ -1,4 +1,4 @@
-"""A user's own sampler."""
+"""Calls of a user's own sampler, which chooses the prompt of each visit."""
 
 from __future__ import annotations
 

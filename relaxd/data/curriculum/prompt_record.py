@@ -12,26 +12,27 @@ from relaxd.config.data import CurriculumConfig
 
 
 class Pool:
-    """A set of numbers below `most`, which takes 8 bytes for each possible number."""
+    """A set of integers from 0 to `most` - 1, from which a random member can be drawn. It takes 8 bytes per possible
+    integer."""
 
     def __init__(self, most: int) -> None:
         self._members = np.zeros(most, np.int32)
-        """The numbers, members first, in any order."""
+        """Members of the set at the first `_size` places, in any order; the other places are unused."""
         self._place = np.full(most, -1, np.int32)
-        """Index of each number among the members; -1 for other numbers."""
+        """Index of each member in `_members`; -1 for numbers that aren't members."""
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def at(self, draw: float) -> int:
-        """Return the member that a random number, 0 <= draw < 1, selects. Raises IndexError if the pool is empty."""
+        """Return the member that a random number selects, 0 <= draw < 1. Raises IndexError if the pool is empty."""
         if not self._size:
             raise IndexError("the pool is empty")
         return int(self._members[min(int(draw * self._size), self._size - 1)])
 
     def put(self, number: int, inside: bool) -> None:
-        """Add or remove a member."""
+        """Add a number to the pool if `inside`, else remove it."""
         place = int(self._place[number])
         if inside and place < 0:
             self._members[self._size], self._place[number] = number, self._size
@@ -43,7 +44,7 @@ class Pool:
             self._place[number] = -1
 
     def fill(self, numbers: np.ndarray) -> None:
-        """Make these numbers the members."""
+        """Replace all members of the pool by these numbers."""
         self._size = len(numbers)
         self._members[: self._size] = numbers
         self._place[:] = -1
@@ -51,15 +52,16 @@ class Pool:
 
 
 Visit = Literal["", "replay", "retest"]
-"""Reason of a visit to a prompt: its turn has come, it is hard, or it was left out until now."""
+"""Reason of a visit to a prompt. "": the prompt's turn has come. replay: it is hard. retest: it is left out, but
+visited to see whether it still should be."""
 BUCKETS = 10
-"""Number of classes of pass rates: 0 to 0.1, 0.1 to 0.2, ..."""
+"""Number of pass-rate buckets of the histogram: 0 to 0.1, 0.1 to 0.2, ..."""
 OPEN, SOLVED, TOO_HARD, REPEATED = 0, 1, 2, 3
 MAX_TRIES = 65_535
 
 
 class PromptRecord:
-    """Tries and pass rate of every prompt, 11 bytes each (19 with replay). Safe to use from several threads.
+    """Number of tries and pass rate of every prompt, 11 bytes each (19 with replay). Safe to use from several threads.
 
     After each scored group the pass rate p of its prompt becomes p + (r - p) / min(tries, memory), where r is the
     group's mean reward, scaled from [min_reward, max_reward] to [0, 1]. So p is a mean at first, later an exponential
@@ -67,16 +69,17 @@ class PromptRecord:
     """
 
     def __init__(self, prompts: int, config: CurriculumConfig, *, needed: int = 1) -> None:
-        """`needed` is the number of different prompts below which the record is exhausted (see `exhausted`)."""
+        """Create a record of untried prompts. It is exhausted (see `exhausted`) if fewer than `needed` prompts
+        remain."""
         self.config = config
         self.lock = threading.Lock()
-        """Held while the record changes."""
+        """Lock that is held while the record changes."""
         self.tries = np.zeros(prompts, np.uint16)
         """Number of scored groups of each prompt, uint16 [prompts]."""
         self.pass_rate = np.zeros(prompts, np.float32)
         """Pass rate of each prompt, float32 [prompts]; 0 where `tries` is 0."""
         self.visits: dict[Visit, int] = {"": 0, "replay": 0, "retest": 0}
-        """Number of scored groups, by the reason of the visit to their prompt."""
+        """Number of scored groups, by the reason of the visit that the group came from."""
         self._needed = min(needed, prompts)
         self._state = np.zeros(prompts, np.uint8)
         self._chance = np.ones(prompts, np.float32)
@@ -89,7 +92,8 @@ class PromptRecord:
 
     @property
     def left_out(self) -> np.ndarray:
-        """Mask of prompts that are solved, too hard or repeats of others, bool [prompts]."""
+        """Mask of the prompts that are left out, because they are solved, too hard or repeats of others, bool
+        [prompts]."""
         return self._state != OPEN
 
     @property
@@ -109,7 +113,7 @@ class PromptRecord:
 
     @property
     def tried(self) -> int:
-        """Number of prompts that were tried."""
+        """Number of prompts with at least one scored group."""
         return int(self._histogram.sum())
 
     @property
@@ -119,12 +123,12 @@ class PromptRecord:
 
     @property
     def exhausted(self) -> bool:
-        """True if too few prompts remain. Then no prompt is left out until enough remain again."""
+        """True if fewer prompts remain than the run needs. Then no prompt is left out until enough remain again."""
         return self._counts[OPEN] < self._needed
 
     def observe(self, lines: Iterable[Mapping[str, Any]]) -> int:
-        """Process the outcomes of groups (lines of groups.jsonl), oldest first. Returns the number of groups whose
-        prompt is unknown.
+        """Count the rewards of groups into tries and pass rates of their prompts. `lines` are lines of groups.jsonl,
+        oldest first. Returns the number of groups whose prompt is unknown.
 
         Every scored group counts, whether it was trained on or dropped.
         """
@@ -143,19 +147,20 @@ class PromptRecord:
         return unknown
 
     def chances(self, indices: np.ndarray) -> np.ndarray:
-        """Return the probability that a visit to each of these prompts takes place, float32 like `indices`."""
+        """Return the probability that a visit to each of these prompts takes place, float32 [indices]."""
         return np.ones(len(indices), np.float32) if self.exhausted else self._chance[indices]
 
     def is_retest(self, index: int) -> bool:
-        """Return whether a visit to this prompt is a re-test."""
+        """Return True if a visit to this prompt is a re-test, which is a visit to a left-out prompt."""
         return bool(self._state[index] != OPEN) and not self.exhausted
 
     def hard_prompt(self, draw: float) -> int | None:
-        """Return the hard prompt that a random number, 0 <= draw < 1, selects; None if there is none."""
+        """Return the index of the hard prompt that a random number selects, 0 <= draw < 1; None if no prompt is
+        hard."""
         return self._hard.at(draw) if self._hard is not None and len(self._hard) else None
 
     def leave_out(self, repeats: Sequence[int]) -> None:
-        """Leave out prompts permanently, as repeats of others."""
+        """Leave out prompts of the record permanently, because they repeat other prompts."""
         with self.lock:
             for index in repeats:
                 self._counts[self._state[index]] -= 1
@@ -163,7 +168,8 @@ class PromptRecord:
                 self._state[index], self._chance[index] = REPEATED, 0
 
     def restore(self, tries: np.ndarray, pass_rate: np.ndarray, visits: Mapping[Visit, int]) -> None:
-        """Copy the state of another record of the same prompts; the settings may differ."""
+        """Replace the record's contents by those of another record of the same prompts. The curriculum's settings may
+        differ."""
         with self.lock:
             self.tries[:], self.pass_rate[:], self.visits = tries, pass_rate, dict(visits)
             self._state[:] = np.where(self._state == REPEATED, REPEATED, self._states(self.tries, self.pass_rate))
@@ -193,13 +199,14 @@ class PromptRecord:
             self._hard.put(index, bool(self._are_hard(*now, state)[0]))
 
     def _states(self, tries: np.ndarray, pass_rate: np.ndarray) -> np.ndarray:
-        """Return OPEN, SOLVED or TOO_HARD, uint8 like `tries`."""
+        """Return for each prompt whether it is OPEN, SOLVED or TOO_HARD, uint8 [prompts]."""
         known = tries >= self.config.tries
         solved, too_hard = pass_rate > self.config.max_pass_rate, pass_rate < self.config.min_pass_rate
         return np.where(known & solved, SOLVED, np.where(known & too_hard, TOO_HARD, OPEN)).astype(np.uint8)
 
     def _chances(self, tries: np.ndarray, pass_rate: np.ndarray, state: np.ndarray) -> np.ndarray:
-        """Return the probability of a visit to each prompt, as long as the record isn't exhausted."""
+        """Return the probability that a visit to each prompt takes place while the record isn't exhausted, float32
+        [prompts]."""
         weight = np.ones(len(tries), np.float32)
         if self.config.sampler == "hard":
             weight = 1 - pass_rate
@@ -213,13 +220,13 @@ class PromptRecord:
 
 
 class GrowingRecord:
-    """A record of an unknown number of prompts, for readers of a run's files without its data."""
+    """A prompt record that grows with the prompts' indices, for readers of a run's files who don't have its data."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self.record = PromptRecord(0, config)
 
     def observe(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Process the outcomes of groups, oldest first; see `PromptRecord.observe`."""
+        """Count the rewards of groups, oldest first, as `PromptRecord.observe` does."""
         prompts = 1 + max((line["index"] for line in lines if line.get("index") is not None), default=-1)
         if prompts > len(self.record):
             old, self.record = self.record, PromptRecord(max(prompts, 2 * len(self.record)), self.record.config)

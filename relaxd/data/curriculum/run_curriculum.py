@@ -1,8 +1,9 @@
-"""The curriculum of a run: its record, its visits, its history in the run's folder, and a summary for people.
+"""The curriculum of a run: the record of its prompts, its visits, its history in the run's folder, and a summary in
+words.
 
 Exactly one line in groups.jsonl counts for each closed group (`closed_groups`), even if a coordinator died while
 writing (docs/ledger.md). So the record can be rebuilt from the file and counts no group twice. The snapshot only saves
-reading the file from its beginning: its first line is JSON, the rest are the arrays.
+reading the file from its beginning: the snapshot's first line is JSON, the rest are the arrays.
 """
 
 import json
@@ -23,44 +24,48 @@ from relaxd.models import DataError
 from relaxd.run_folder import CURRICULUM, GROUPS, closed_groups, replace_file
 
 FIRST_LOOK = 64
-"""Number of positions of the first search for the next visit; each further search covers four times as many."""
+"""Number of positions that the first search for the next visit covers; each further search covers four times as
+many."""
 OWN_CHOICES = 1000
-"""Maximum consecutive choices of a user's sampler to skip because the prompts are left out."""
+"""Maximum number of times in a row that a user's sampler may choose a prompt that is left out. Then the last choice is
+visited in any case."""
 
 
 @dataclass(frozen=True)
 class Visited:
-    """A visit to a prompt."""
+    """A visit to a prompt: its position, the prompt and the reason."""
 
     cursor: Cursor
-    """Position of the visit. The next search starts at `PromptDataset.after` of it."""
+    """Position of the visit. The next search starts after it (`PromptDataset.after`)."""
     prompt: Prompt
-    """The prompt."""
+    """Prompt that is visited."""
     why: Visit
-    """Reason of the visit."""
+    """Reason of the visit to the prompt: its turn, a replay or a re-test."""
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """An epoch: the prompt of each place, and random numbers from 0 to 1. All arrays are [places]."""
+    """An epoch of the curriculum: the prompt of each place, and random numbers from 0 to 1 for each place."""
 
     number: int
     order: np.ndarray
-    """Indices of the prompts, int32."""
+    """Index of the prompt of each place, int32 [places]."""
     skip: np.ndarray
-    """Random number, float32; a visit takes place if it is below its prompt's chance."""
+    """Random number of each place, float32 [places]. The visit takes place if the number is below its prompt's
+    chance."""
     replay: np.ndarray
-    """Random number, float32, that chooses a hard prompt if it is below curriculum.replay, and also which prompt."""
+    """Random number of each place, float32 [places]. If it is below curriculum.replay, a hard prompt is visited; the
+    number also chooses which."""
 
 
 class Visits:
-    """Finds the next visit from any cursor.
+    """Finds the next visit of the curriculum from any cursor.
 
     Each place of an epoch has a prompt, which is visited with the prompt's chance (`PromptRecord.chances`). With
     probability curriculum.replay the visit goes to a hard prompt instead. The random numbers depend only on seed and
     place, so a restarted coordinator with the same record continues the same sequence.
 
-    Each place is examined once; a skipped one costs about 20 ns.
+    Each place is examined once; a skipped place costs about 20 ns.
     """
 
     def __init__(self, prompts: PromptDataset, record: PromptRecord, seed: int) -> None:
@@ -70,14 +75,14 @@ class Visits:
         self._seed = seed
         self._epoch: _Epoch | None = None
         self._told = 0
-        """Number of repeats that the record knows."""
+        """Number of repeated prompts that are already marked in the record."""
         self._own = OwnSampler(self._config, len(record), seed) if self._config.is_own else None
 
     def next(self, cursor: Cursor) -> Visited:
         """Return the first visit at or after a cursor.
 
-        Raises DataError: a prompt is too long and may not be left out, all are too long or repeats, a row is wrong, or
-        a user's own sampler fails.
+        Raises DataError if a prompt is too long and may not be left out, if all prompts are too long or repeats, if a
+        row is wrong, or if a user's own sampler fails.
         """
         if self._config.chooses:
             self._is_repeat(cursor)  # so that the record knows the same as that of another coordinator
@@ -91,7 +96,7 @@ class Visits:
         raise self._prompts.none_left()
 
     def _is_repeat(self, cursor: Cursor) -> bool:
-        """Return whether the prompt at a position is a repeat, and mark all known repeats in the record."""
+        """Return True if the prompt at a position is a repeat, and mark all known repeats in the record."""
         found = self._prompts.is_repeat(cursor)
         repeats = self._prompts.repeats
         if len(repeats) > self._told:
@@ -121,7 +126,7 @@ class Visits:
             cursor = self._prompts.after(Cursor(cursor.epoch, stop - 1, done=cursor.done))
 
     def _first(self, epoch: _Epoch, start: int, stop: int, *, always: bool) -> int | None:
-        """Return the first position from `start` on whose visit takes place; None if there is none before `stop`."""
+        """Return the first position from `start` to `stop` - 1 whose visit takes place; None if there is none."""
         size = FIRST_LOOK
         replays = self._config.replay if self._record.hard_prompt(0.0) is not None else 0.0
         while start < stop:
@@ -141,7 +146,8 @@ class Visits:
         return index, "retest" if self._record.is_retest(index) else ""
 
     def _ask_own(self, cursor: Cursor) -> tuple[Cursor, int, Visit]:
-        """Call the user's own sampler until it chooses a prompt that isn't left out."""
+        """Call the user's own sampler until it chooses a prompt that isn't left out. Returns position, prompt index and
+        reason."""
         assert self._own is not None
         for _ in range(OWN_CHOICES):
             index = self._own.choose(cursor.epoch * len(self._prompts) + cursor.position, self._record)
@@ -163,12 +169,12 @@ class Visits:
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_GROUPS = 50_000
-"""Closed groups between two snapshots; that many are read within a second."""
+"""Number of closed groups between two snapshots of the record; as many are read from groups.jsonl within a second."""
 
 
 def load(record: PromptRecord, folder: Path) -> str:
-    """Fill an empty record from a run's folder. Returns the last entry of groups.jsonl that was read, "" without
-    one."""
+    """Fill an empty record from the files in a run's folder. Returns the entry of the last group that was read from
+    groups.jsonl, or "" if there is none."""
     groups = folder / GROUPS
     size = groups.stat().st_size if groups.is_file() else 0
     start, last = _read_snapshot(record, folder / CURRICULUM, size)
@@ -185,7 +191,8 @@ def load(record: PromptRecord, folder: Path) -> str:
 
 
 def save(record: PromptRecord, folder: Path, end: int, last: str) -> None:
-    """Write a snapshot of a record that includes groups.jsonl up to byte `end`, and the entry `last`."""
+    """Write a snapshot of a record. `end` is the number of bytes of groups.jsonl that the record includes, `last` the
+    entry of the last included group."""
     with record.lock:
         head = {"prompts": len(record), "end": end, "last": last, "visits": record.visits}
         tries, pass_rate = record.tries.tobytes(), record.pass_rate.tobytes()
@@ -193,9 +200,10 @@ def save(record: PromptRecord, folder: Path, end: int, last: str) -> None:
 
 
 def _read_snapshot(record: PromptRecord, path: Path, size: int) -> tuple[int, str]:
-    """Restore a record from a snapshot, if it has as many prompts and includes at most `size` bytes of groups.jsonl.
+    """Restore a record from a snapshot file, if the snapshot has as many prompts and includes at most `size` bytes of
+    groups.jsonl.
 
-    Returns the included bytes and the last included entry; 0 and "" without such a snapshot.
+    Returns the number of included bytes and the entry of the last included group; 0 and "" without such a snapshot.
     """
     try:
         first, _, arrays = path.read_bytes().partition(b"\n")
@@ -215,7 +223,7 @@ def _read_snapshot(record: PromptRecord, path: Path, size: int) -> tuple[int, st
 
 
 class Curriculum:
-    """Updates the record with every closed group, and chooses the next prompts."""
+    """Updates the record of prompts with every closed group, and chooses the next prompts."""
 
     def __init__(self, config: RunConfig, prompts: PromptDataset) -> None:
         self._config = config.data.curriculum
@@ -228,14 +236,15 @@ class Curriculum:
     def load(self, folder: Path) -> str:
         """Load the groups that were closed before the coordinator started.
 
-        Returns the entry of the last one in groups.jsonl, "" if there is none.
+        Returns the entry of the last such group in groups.jsonl, or "" if there is none.
         """
         last = load(self.record, folder)
         self._tell()
         return last
 
     def observe(self, folder: Path, lines: Sequence[Mapping[str, Any]], end: int) -> None:
-        """Process new lines of groups.jsonl in the run's folder; the last one ends at byte `end`."""
+        """Count new lines of groups.jsonl into the record, and save a snapshot from time to time. The last line ends at
+        byte `end`."""
         self.record.observe(lines)
         self._unsaved += len(lines)
         if self._unsaved >= SNAPSHOT_GROUPS:
@@ -248,11 +257,12 @@ class Curriculum:
 
     @property
     def ended(self) -> str:
-        """Reason for the run to end, if too few prompts remain and curriculum.exhausted is "end"; else empty."""
+        """Reason why the run ends now: too few prompts remain, and curriculum.exhausted is "end"; "" if it goes on."""
         return f"the curriculum is exhausted: {self._left}" if self._ends and self.record.exhausted else ""
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a run whose curriculum chooses; for other runs only repeats."""
+        """Return the curriculum's metrics. If the curriculum doesn't choose prompts, return only the number of repeated
+        prompts."""
         record = self.record
         repeated: dict[str, float] = {"prompts_repeated": record.repeated} if record.repeated else {}
         if not self._config.chooses:
@@ -269,7 +279,7 @@ class Curriculum:
         }
 
     def describe(self) -> list[str]:
-        """Return a summary as lines of text; [] if the curriculum doesn't choose prompts."""
+        """Return a summary of the curriculum as lines of text; [] if the curriculum doesn't choose prompts."""
         if not self._config.chooses:
             return []
         lines = summary(self.record)
@@ -300,7 +310,7 @@ class Curriculum:
 
 
 def own_problems(config: RunConfig, prompts: PromptDataset) -> list[tuple[str, str]]:
-    """Return (setting, problem) for each fault of a user's sampler and filter."""
+    """Return the problems with a user's sampler and filter, each with the name of its setting."""
     problems, own = [], config.data.curriculum
     if own.is_own:
         try:
@@ -316,7 +326,7 @@ def own_problems(config: RunConfig, prompts: PromptDataset) -> list[tuple[str, s
 
 
 def summary(record: PromptRecord) -> list[str]:
-    """Summarize a record, in lines for people."""
+    """Return a summary of a record of prompts, as lines of text for users."""
     counts = [(bucket / BUCKETS, count) for bucket, count in enumerate(record.histogram) if count]
     rates = ", ".join(f"{count} at {rate:g} to {rate + 1 / BUCKETS:g}" for rate, count in counts)
     left_out = f"{record.solved} solved and {record.too_hard} too hard ones are left out"

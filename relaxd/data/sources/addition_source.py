@@ -5,14 +5,15 @@ import numpy as np
 from relaxd.data.examples import Example
 
 MAX_PAIRS = 65_536
-"""Maximum number of pairs; from three digits on, they are sampled."""
+"""Maximum number of pairs of numbers. With three digits or more there are more pairs, so they are sampled."""
 MAX_HELD_OUT = 1_000
 SPLIT_SEED = 20_250_101
-"""Seed of the held-out split. It is constant, so that runs with different seeds are comparable."""
+"""Seed of the split into training and held-out pairs. It is constant, so that runs with different seeds are
+comparable."""
 
 
 def addition(digits: int) -> tuple[list[Example], list[Example]]:
-    """Make the training examples and the held-out ones, both in a fixed shuffled order.
+    """Return the training examples and the held-out examples, both in a fixed shuffled order.
 
     A pair is not trained on if it or its swapped twin is held out.
     """

@@ -1,4 +1,5 @@
-"""Prompts of [[eval.sets]], including benchmarks that a Python package contains. The package is read, not imported."""
+"""Reading of the prompts of [[eval.sets]], including benchmarks whose prompts a Python package contains. The package's
+files are read; it isn't imported."""
 
 import difflib
 import gzip
@@ -21,7 +22,7 @@ from relaxd.models import DataError
 
 
 def _humaneval(row: Mapping[str, Any]) -> Example:
-    """Chen et al. 2021, arXiv 2107.03374: complete a function."""
+    """Return a row of HumanEval as an example: complete a function (Chen et al. 2021, arXiv 2107.03374)."""
     asked = (
         "Complete this Python function. Answer with the whole function in one block of code.\n\n"
         f"```python\n{row['prompt'].strip()}\n```"
@@ -32,7 +33,8 @@ def _humaneval(row: Mapping[str, Any]) -> Example:
 
 
 def _ifbench(row: Mapping[str, Any]) -> Example:
-    """Pyatkin et al. 2025, arXiv 2507.02833: follow instructions that a program can check."""
+    """Return a row of IFBench as an example: follow instructions that a program can check (Pyatkin et al. 2025, arXiv
+    2507.02833)."""
     kwargs = [{name: value for name, value in one.items() if value is not None} for one in row["kwargs"]]
     metadata = {"key": row["key"], "instruction_id_list": row["instruction_id_list"], "kwargs": kwargs}
     return Example(row["prompt"], metadata=metadata, place=f"ifbench {row['key']}")
@@ -40,13 +42,14 @@ def _ifbench(row: Mapping[str, Any]) -> Example:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Location of a benchmark's prompts, and the reward that scores them."""
+    """A benchmark: the package and file with its prompts, the reward that scores answers, and the conversion of its
+    rows."""
 
     module: str
-    """Top-level module of the package."""
+    """Top-level module of the benchmark's package."""
     requirement: str
     file: str
-    """Name of the file with a JSON object per line, in the module's folder."""
+    """Path of the file with the prompts in the module's folder. It has a JSON object per line."""
     reward: str
     example: Callable[[Mapping[str, Any]], Example]
 
@@ -58,8 +61,8 @@ BENCHMARKS = {
 
 
 def read_benchmark(name: str, field: str) -> list[Example]:
-    """Return all prompts of a benchmark. Raises DataError if it is unknown, or its package is missing or has another
-    version."""
+    """Return all prompts of a benchmark. Raises DataError if the benchmark is unknown, or its package is missing or has
+    another version."""
     if name not in BENCHMARKS:
         near = difflib.get_close_matches(name, BENCHMARKS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(BENCHMARKS)}"
@@ -83,13 +86,15 @@ def _quoted(requirement: str) -> str:
 
 
 TASK_PROMPTS = 100
-"""Default number of prompts of a task."""
+"""Default number of prompts of an evaluation set from a reasoning-gym task."""
 TASK_SEED = 1_000_000_000
-"""Seed of the tasks' prompts. Item i has the seed TASK_SEED + i; training uses small seeds, so its items differ."""
+"""Seed of the evaluation prompts of reasoning-gym tasks: prompt i has the seed TASK_SEED + i. Training uses small
+seeds, so its prompts differ."""
 
 
 def read_set(config: RunConfig, number: int) -> Source:
-    """Open all prompts of one of eval.sets. Raises DataError, which names the setting and the file."""
+    """Open all prompts of an evaluation set, given by its number in eval.sets. Raises DataError, which names the
+    setting and the file."""
     one = config.eval.sets[number]
     kind = "task" if one.task else "benchmark" if one.benchmark else "path"
     place = f"eval.sets.{number}"

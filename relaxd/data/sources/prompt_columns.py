@@ -1,4 +1,4 @@
-"""Prompts from rows: which columns hold prompt, answer and metadata, and the forms that a prompt may have.
+"""Conversion of rows to prompts: which columns hold prompt, answer and metadata, and the forms that a prompt may have.
 
 A prompt is text, a list of chat messages, or the JSON text of such a list.
 """
@@ -19,43 +19,45 @@ from relaxd.text import parse_json
 ALL = "*"
 """Value of `Columns.metadata` that means all columns except prompt and answer."""
 ANSWER = "answer"
-"""Default column of the answer; rows may lack it."""
+"""Default name of the column with the reference answer. Rows may lack this column."""
 ORIGINAL = "original"
-"""Key of the whole picture in a prompt's metadata."""
+"""Key of the prompt's whole picture in its metadata."""
 MAX_ORIGINAL = 16 << 20
-"""Maximum length of a whole picture as base64, in bytes: every message with the prompt has it."""
+"""Maximum length of a prompt's whole picture as base64, in bytes. Every message that carries the prompt has the
+picture."""
 MESSAGE_FORM = '{"role": "user", "content": "..."}'
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; a dot leads into an object, as in "reward_model.ground_truth"."""
+    """Names of the columns of a source, and how its rows become prompts. A dot in a name leads into an object, as in
+    "reward_model.ground_truth"."""
 
     prompt: str = "prompt"
     answer: str = ANSWER
     metadata: str = ""
-    """Column with an object; ALL or empty means all columns except prompt and answer."""
+    """Column with an object that becomes the metadata; ALL or empty means all columns except prompt and answer."""
     system_prompt: str = ""
     """Text of a system message for prompts without one."""
     source: str = ""
-    """Name of the source, the default of metadata.data_source."""
+    """Name of the source. Prompts without metadata.data_source get this name there."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters of the source."""
+    """Sampling parameters of the source that differ from the run's, by name."""
     tools: str = ""
     """Column with tools for the chat template, which rows may lack; empty means none."""
     other_tools: Sequence[dict[str, Any]] = ()
-    """Tools of rows that name none."""
+    """Tools of rows that have no tools in the column."""
     media: Mapping[str, str] = field(default_factory=dict)
-    """Columns of media items by kind, which rows may lack."""
+    """Columns with media items, by kind of media. Rows may lack these columns."""
     original: str = ""
-    """Column with the picture of metadata.original, which rows without media may lack; empty means none."""
+    """Column with the whole picture for metadata.original, which rows without media may lack; empty means none."""
     make_prompt: Callable[[dict[str, Any]], Any] | None = None
     """A user's own function that builds the prompt from a row, instead of the column `prompt`."""
     made_by: str = "data.prompt_function"
-    """The setting that names this function."""
+    """Name of the setting that names the user's function."""
 
     def example(self, record: Mapping[str, Any], place: str) -> Example:
-        """Return a row as an example. Raises ValueError naming the column and its fault."""
+        """Return a row as an example. Raises ValueError, which names the column and says what is wrong with it."""
         media = MediaReader(self._media(record) if self.media else None)
         if self.make_prompt is None:
             prompt = read_prompt(self.prompt, plain(_find(record, self.prompt, "data.prompt_key")), media)
@@ -88,7 +90,8 @@ class Columns:
         return {kind: MediaColumn.of(kind, column, value) for kind, column, value in found}
 
     def _original(self, record: Mapping[str, Any], *, is_needed: bool) -> dict[str, Any]:
-        """Return the original picture as metadata: unchanged, but with text instead of bytes, which JSON lacks."""
+        """Return the prompt's whole picture as metadata: unchanged, but bytes become text, because JSON has no
+        bytes."""
         if is_needed:
             _find(record, self.original, "data.original_key")
         column = MediaColumn.of(IMAGE, self.original, plain(_find_optional(record, self.original)))
@@ -119,7 +122,7 @@ class Columns:
 
 
 class Examples(OnDemand[Example]):
-    """The prompts of rows, made on demand."""
+    """Sequence of the prompts of rows, which are created when they are accessed."""
 
     def __init__(self, rows: Rows, columns: Columns) -> None:
         self._rows = rows
@@ -129,7 +132,7 @@ class Examples(OnDemand[Example]):
         return len(self._rows)
 
     def _item(self, index: int) -> Example:
-        """Return one example. Raises ValueError naming the row and the column."""
+        """Return the example at an index. Raises ValueError, which names the row and the column."""
         place = self._rows.place(index)
         try:
             return self._columns.example(self._rows[index], place)
@@ -137,7 +140,7 @@ class Examples(OnDemand[Example]):
             raise ValueError(f"{place}: {error}") from error
 
     def nearest(self, key: str) -> str | None:
-        """Return the column of the first row with the most similar name; None if no name is similar."""
+        """Return the column of the first row whose name is most similar to `key`; None if no name is similar."""
         try:
             return _nearest(self._rows[0], key)
         except (IndexError, ValueError):
@@ -151,7 +154,8 @@ class Examples(OnDemand[Example]):
         return self._rows.content(range(len(self._rows)))
 
     def scan(self) -> Iterator[Example | None]:
-        """Yield all examples, in order, faster than one by one and without their locations; None for a wrong row."""
+        """Yield all examples in order, without their locations, and None for a wrong row. Faster than reading each by
+        its index."""
         for row in self._rows.scan():
             try:
                 yield None if row is None else self._columns.example(row, "")
@@ -160,7 +164,8 @@ class Examples(OnDemand[Example]):
 
 
 def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return metadata unchanged. Raises ValueError naming the column of a value that JSON lacks."""
+    """Return metadata unchanged if JSON can represent it. Raises ValueError, which names the column of a value that
+    JSON can't represent."""
     for name, value in metadata.items():
         if found := stranger(prefix + name, value):
             column, what = found
@@ -172,7 +177,7 @@ def _for_json(metadata: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _find_optional(record: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column; None if the row lacks it."""
+    """Return a row's value in a column; None if the row lacks the column."""
     value: Any = record
     for part in [key] if key in record else key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -180,7 +185,8 @@ def _find_optional(record: Mapping[str, Any], key: str) -> Any:
 
 
 def _find(record: Mapping[str, Any], key: str, setting: str) -> Any:
-    """Return the value of a column. Raises ValueError with the nearest name."""
+    """Return a row's value in a column. Raises ValueError, which suggests the most similar name, if the row lacks the
+    column."""
     if key in record:
         return record[key]
     value: Any = record
@@ -195,7 +201,8 @@ def _find(record: Mapping[str, Any], key: str, setting: str) -> Any:
 
 
 def _nearest(record: Mapping[str, Any], key: str) -> str | None:
-    """Return the column with the most similar name, else one whose last part equals the key; None if there is none."""
+    """Return the column whose name is most similar to `key`, else a column whose last part equals it; None if there is
+    none."""
     names = list(_names(record))
     near = difflib.get_close_matches(key, names, n=1) or [one for one in names if one.endswith(f".{key}")]
     return near[0] if near else None
@@ -225,8 +232,8 @@ def _answer(key: str, value: Any) -> str:
 
 
 def _as_text(value: str | int | float) -> str:
-    """Return an answer as text. Whole numbers have no decimal point: tables with missing values store them as
-    floats."""
+    """Return a reference answer as text. Whole numbers get no decimal point, because tables with missing values store
+    them as floats."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
@@ -235,7 +242,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _tools(key: str, value: Any) -> list[dict[str, Any]]:
-    """Return tools from a list of objects, or from its JSON text."""
+    """Return the tools of a row from a column's value: a list of objects, or its JSON text."""
     if value in (None, "", []):
         return []
     if isinstance(value, str):
@@ -260,12 +267,12 @@ def read_prompt(key: str, value: Any, media: MediaReader | None = None) -> str |
     joined, unless there are images among them. Content may be null if there are tool calls.
 
     Args:
-        key: the column or the setting, for errors.
-        value: a plain value.
-        media: collects the prompt's items, and supplies those of the row's columns.
+        key: the column or the setting that gave the value, for errors.
+        value: the value, of JSON's types.
+        media: collects the prompt's media items, and supplies the items of the row's columns.
 
     Raises:
-        ValueError: it is no prompt; the message names the key and what would be right.
+        ValueError: the value is no prompt; the message names the key and what would be right.
     """
     media = media or MediaReader()
     if isinstance(value, str):
@@ -281,8 +288,8 @@ def read_prompt(key: str, value: Any, media: MediaReader | None = None) -> str |
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without null entries of objects: tables give all objects the same keys, and fill them with
-    null."""
+    """Return a JSON value without the null entries of its objects. Tables give all objects the same keys, and fill them
+    with null."""
     if isinstance(value, dict):
         return {name: without_nulls(one) for name, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
 """The reasoning_gym source: prompts of one of reasoning-gym's procedural tasks.
 
 An item is identified by task, settings, size, seed and index. The reward (rewards/hub/reasoning_gym.py) generates the
-item again from these, instead of receiving its Python objects.
+item again from this identification, instead of receiving its Python objects.
 """
 
 import difflib
@@ -17,24 +17,24 @@ PACKAGE = "reasoning-gym is not installed: pip install 'relaxd[reasoning]'"
 NOT_REPRODUCIBLE = frozenset(
     {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
-"""Tasks whose items depend on the order of Python's sets, which differs between processes."""
+"""Tasks whose generated items depend on the order of Python's sets, which differs between processes."""
 KEY = "reasoning_gym"
-"""Key of the item's identification in a prompt's metadata."""
+"""Key of a prompt's metadata under which the item's task, settings, size, seed and index are."""
 
 
 class Task(Protocol):
-    """The part of reasoning-gym's ProceduralDataset that relaxd uses."""
+    """Interface of the part of reasoning-gym's ProceduralDataset that relaxd uses."""
 
     def __getitem__(self, place: int) -> dict[str, Any]: ...
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """Return a score from 0 to 1."""
+        """Return the score of an answer to an item, from 0 to 1."""
 
 
 def reasoning_gym(config: ReasoningGymConfig) -> tuple[list[Example], list[Example]]:
-    """Make the training examples and the held-out ones.
+    """Return the training examples and the held-out examples of a task.
 
-    Raises DataError: reasoning-gym isn't installed, has no such task, or the task refuses its settings.
+    Raises DataError if reasoning-gym isn't installed, has no such task, or the task refuses its settings.
     """
     size = config.size + config.held_out
     task = make_task(config.task, config.settings, size, config.seed)
@@ -55,9 +55,9 @@ def reasoning_gym(config: ReasoningGymConfig) -> tuple[list[Example], list[Examp
 
 
 def make_task(name: str, settings: Mapping[str, Any], size: int, seed: int) -> Task:
-    """Make a task as a reasoning-gym data set with `size` items.
+    """Create a task as a reasoning-gym data set with `size` items.
 
-    Raises DataError: reasoning-gym isn't installed, has no such task, or the task refuses its settings.
+    Raises DataError if reasoning-gym isn't installed, has no such task, or the task refuses its settings.
     """
     try:
         import reasoning_gym

@@ -1,4 +1,4 @@
-"""The sources of a run's prompts, users' own ones among them, and how often an epoch visits each."""
+"""The sources of a run's prompts, including users' own sources, and how often an epoch visits each source."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -21,25 +21,26 @@ from relaxd.importing import ImportProblem, describe_error, import_own
 from relaxd.models import DataError
 
 DIGESTED = 20_000
-"""Maximum number of rows, evenly spread, to read for the digest that shows changed data."""
+"""Maximum number of rows of a user's own source, evenly spread, that are read for the digest that shows changed
+data."""
 
 
 class OwnSource(Protocol):
-    """Interface of a user's own source, which is made with data.settings. An optional `held_out()` returns another
-    source with the held-out prompts.
-    """
+    """Interface of a user's own source of prompts, which is created with data.settings. An optional `held_out()`
+    returns another source with the held-out prompts."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a row: an object such as {"prompt": ..., "answer": ...}; always the same one for an index."""
+        """Return the row at an index: an object such as {"prompt": ..., "answer": ...}, always the same for the same
+        index."""
 
 
 class OwnRows:
-    """Rows of a user's own source."""
+    """Rows of a user's own source of prompts."""
 
     def __init__(self, source: OwnSource, name: str) -> None:
-        """Raises DataError if the source has no length."""
+        """Wrap the source. Raises DataError if it has no length."""
         try:
             self._length = len(source)
         except Exception as error:  # a user's class may raise anything
@@ -86,9 +87,9 @@ def _text(value: Any) -> str:
 
 
 def open_own(data: DataConfig) -> tuple[Rows, Rows | None]:
-    """Make a user's own source. Returns its rows, and the held-out ones if it has some.
+    """Create a user's own source. Returns its rows, and the rows of its held-out prompts; None without `held_out()`.
 
-    Raises DataError: the class can't be imported or made, or has no rows.
+    Raises DataError if the class can't be imported or created, has no rows, or its `held_out()` fails.
     """
     kind = _import(data.source, "data.source")
     try:
@@ -108,7 +109,8 @@ def open_own(data: DataConfig) -> tuple[Rows, Rows | None]:
 
 
 def prompt_function(name: str, setting: str) -> Callable[[dict[str, Any]], Any] | None:
-    """Return the user's own function that builds prompts from rows; None without a name. Raises DataError."""
+    """Import the user's function that builds prompts from rows. Returns None if `name` is empty. Raises DataError if
+    the function can't be imported or called."""
     if not name:
         return None
     function: Callable[[dict[str, Any]], Any] = _import(name, setting)
@@ -132,39 +134,41 @@ SETTINGS = {
     "files": ("data.path", "data.eval_path"),
     "jsonl": ("data.path", "data.eval_path"),
 }
-"""The settings that name each source's training and held-out prompts."""
+"""Names of the settings that give the training prompts and the held-out prompts, by bundled source."""
 GENERATED = ("addition", "reasoning_gym")
-"""Sources whose prompts relaxd generates."""
+"""Names of the sources whose prompts relaxd generates."""
 
 
 @dataclass(frozen=True)
 class ToolsColumn:
-    """A column with tools."""
+    """Column of a source that holds the tools for the chat template."""
 
     key: str = ""
     """Name of the column; empty if there is none."""
     setting: str = "data.tools_key"
-    """The setting that names the column."""
+    """Name of the setting that names the column."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Prompts of one source before the checks."""
+    """Prompts of a source before they are checked."""
 
     examples: Sequence[Example]
-    """The prompts. Those of files are read on demand and raise ValueError for a wrong row."""
+    """Examples of the source. Examples from files are read on demand, and a wrong row raises ValueError."""
     field: str
-    """The setting that names the prompts."""
+    """Name of the setting that gives the prompts."""
     shown: str = ""
-    """The source's name or path, for people."""
+    """Name or path of the source, for messages."""
     tools: ToolsColumn = ToolsColumn()
-    """The column with its tools."""
+    """Column that holds the prompts' tools."""
 
 
 def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None, place: str = "data") -> Columns:
-    """Return the columns of the data, or of one of its sources or evaluation sets, at `place` in the configuration.
+    """Return the columns of a run's data. With `own`, return those of this source or evaluation set, whose place in the
+    configuration is `place`.
 
-    A source's own settings win; its prompt_key also wins over data.prompt_function. Raises DataError.
+    The settings of `own` win; its prompt_key also wins over data.prompt_function. Raises DataError if the prompt
+    function or the tools file can't be used.
     """
     common = Columns(
         prompt=data.prompt_key,
@@ -196,14 +200,15 @@ def columns_of(data: DataConfig, own: DataSource | EvalSet | None = None, place:
 
 
 def tools_of(data: DataConfig, own: DataSource | EvalSet | None = None, place: str = "data") -> ToolsColumn:
-    """Return the column of tools, of the data or one of its sources or evaluation sets."""
+    """Return the column with tools of a run's data. With `own`, return that of this source or evaluation set."""
     if own is None or own.tools_key is None:
         return ToolsColumn(data.tools_key, "data.tools_key")
     return ToolsColumn(own.tools_key, f"{place}.tools_key")
 
 
 def schemas_of_tools(data: DataConfig) -> list[dict[str, Any]]:
-    """Return the schemas of data.tools_file. Raises DataError."""
+    """Return the schemas of the tools in data.tools_file; [] without this file. Raises DataError if it can't be
+    used."""
     try:
         return schemas_of(data.tools_file) if data.tools_file is not None else []
     except ToolsFileError as error:
@@ -246,21 +251,22 @@ def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
 
 @dataclass(frozen=True)
 class Share:
-    """A source in a mixture."""
+    """Share of a source in a mixture of sources."""
 
     count: int
-    """Number of its prompts."""
+    """Number of prompts of the source."""
     weight: float = 1.0
-    """Visits to each prompt in an epoch."""
+    """Number of visits to each prompt of the source in an epoch."""
 
     @property
     def visits(self) -> int:
-        """Number of visits of an epoch to the source, at least one."""
+        """Number of an epoch's visits that go to the source, at least one."""
         return max(1, round(self.count * self.weight))
 
 
 def mixture_weights(data: DataConfig, counts: Sequence[int]) -> list[float]:
-    """Return for each source how often an epoch visits each of its prompts, given the sources' sizes.
+    """Return the weight of each source: how often an epoch visits each of its prompts. `counts` are the sources'
+    numbers of prompts.
 
     With data.temperature T, a source of n prompts gets N * n**(1/T) / S of the N visits of an epoch, where N is the
     number of all prompts and S the sum of n**(1/T) over the sources (Arivazhagan et al. 2019, arXiv 1907.05019).
@@ -273,12 +279,11 @@ def mixture_weights(data: DataConfig, counts: Sequence[int]) -> list[float]:
 
 
 def epoch_visits(shares: Sequence[Share], epoch: int, seed: int) -> np.ndarray:
-    """Return the indices of the prompts that an epoch visits, source by source, int32 [sum of visits].
+    """Return the indices of the prompts that an epoch visits, source by source, int32 [visits]; int64 if there are 2^31
+    prompts or more.
 
-    They are int64 if there are more than 2^31 - 1 prompts.
-
-    A source is visited in rounds through all its prompts that continue from epoch to epoch, so a weight of 0.5 reaches
-    every prompt within two epochs. The order of a source's rounds depends only on the seed.
+    A source is visited in rounds through all its prompts. Rounds continue from epoch to epoch, so a weight of 0.5
+    reaches every prompt within two epochs. The order of a source's rounds depends only on the seed.
     """
     kind = np.int32 if sum(share.count for share in shares) < 2**31 else np.int64
     parts, first = [], 0
