@@ -1,4 +1,4 @@
-"""A calculator that the model may call before it answers."""
+"""Environment with a calculator that the model may call before it answers."""
 
 import ast
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from relaxd.envs.environment import Environment, Reply, Sample, Step
 
 MAX_LENGTH = 200
-"""Maximum length of an expression, in characters."""
+"""Maximum length of an expression for the calculator, in characters."""
 _OPERATORS: Mapping[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -22,10 +22,10 @@ _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 class Calculator(Environment):
-    """Answers calls of the tool `calculator`; the first message without a call is the answer.
+    """Environment that answers calls of the tool `calculator`. The first message without a call is the answer.
 
-    The reward is 1 if the last numbers of the model's and the reference answer are equal, else 0. Numbers: `calls`, and
-    `bad_calls`, which can't be computed or parsed.
+    The reward is 1 if the last numbers of the model's and the reference answer are equal, else 0. Its metrics are
+    `calls`, and `bad_calls`, the calls that can't be computed or parsed.
     """
 
     tools: Sequence[Mapping[str, Any]] = (
@@ -48,11 +48,12 @@ class Calculator(Environment):
         self._calls = self._bad_calls = 0
 
     def open(self, sample: Sample) -> None:
-        """Begin a conversation."""
+        """Begin a conversation about a sample's question."""
         self._answer = sample.answer
 
     def step(self, reply: Reply) -> Step:
-        """Compute the model's expression, or compare its answer."""
+        """Compute the expressions of the reply's calls. Without a call, even a broken one, end the conversation with
+        the answer's reward."""
         if reply.problem and not reply.tool_calls:
             self._bad_calls += 1
             return Step(f"error: {reply.problem}", info=self._info)
@@ -83,7 +84,7 @@ def same_last_number(text: str, answer: str) -> bool:
 
 
 def compute(expression: str) -> Fraction:
-    """Compute an expression of numbers, + - * / and parentheses. Raises ValueError for anything else."""
+    """Return the value of an expression of numbers, + - * / and parentheses. Raises ValueError for anything else."""
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters: at most {MAX_LENGTH}")
     try:
@@ -95,7 +96,7 @@ def compute(expression: str) -> Fraction:
 
 
 def shown(number: Fraction) -> str:
-    """Return a number as a decimal of at most 12 significant digits."""
+    """Return a number as text: a whole number in full, any other with at most 12 significant digits."""
     return str(number.numerator) if number.denominator == 1 else f"{float(number):.12g}"
 
 
@@ -111,6 +112,6 @@ def _compute(node: ast.expr) -> Fraction:
 
 
 def _plain(number: str) -> Fraction | str:
-    """Return a number's value; if it has thousands of digits, which Python doesn't parse, the digits."""
+    """Return the value of a number, or its text without commas if it has MAX_LENGTH characters or more."""
     number = number.replace(",", "")
     return Fraction(number) if len(number) < MAX_LENGTH else number

@@ -1,4 +1,4 @@
-"""Client of environments: calls them over relaxd.v1.Environment."""
+"""Client of environments, which calls their host over relaxd.v1.Environment."""
 
 import asyncio
 import json
@@ -23,36 +23,37 @@ from relaxd.v1 import environment_pb2 as pb
 from relaxd.v1.environment_pb2_grpc import EnvironmentStub
 
 GRACE_SECONDS = 2.0
-"""Seconds after the deadline in which a host can still report which call was late."""
+"""Seconds after a call's deadline in which the environment's host can still report which call was late."""
 START_SECONDS = 180.0
-"""Maximum seconds for a host to start and import the environment."""
+"""Maximum seconds for an environment's host to start and import the environment."""
 _OURS = ("RELAXD_", "REDIS_URL")
 """Prefixes of environment variables that environments don't get: settings and secrets of relaxd."""
 
 
 class EnvironmentFailed(Exception):
-    """An environment raised, took too long, is missing, or returned an invalid value. The message says which."""
+    """A call of an environment failed: it raised, took too long, is missing, or returned an invalid value. The message
+    says which."""
 
 
 class EnvironmentLate(EnvironmentFailed):
-    """An environment took too long."""
+    """An environment took too long to answer a call."""
 
 
 @dataclass(frozen=True)
 class OpenedSession:
-    """Result of opening a conversation."""
+    """What an environment returned when a conversation was opened."""
 
     messages: list[Message]
-    """Messages that follow the prompt's."""
+    """Messages of the environment that follow the prompt's messages."""
     tools: list[dict[str, Any]]
-    """Schemas of tools."""
+    """Schemas of the tools that the model may call."""
     media: Sequence[MediaItem] = ()
-    """The messages' media, in order."""
+    """Media of the environment's messages, in order."""
 
 
 @dataclass(frozen=True)
 class ModelAccess:
-    """Address and key with which a function calls the model."""
+    """Address and key with which a user's function calls the model."""
 
     url: str
     key: str
@@ -67,22 +68,23 @@ class SessionStep:
     done: bool
     info: Mapping[str, float]
     player: int = 0
-    """Player who speaks next."""
+    """Number of the player whose turn is next."""
     rewards: Mapping[int, float] = field(default_factory=dict)
-    """Rewards of the other players, by number."""
+    """Rewards of the players who didn't speak, by the player's number."""
     media: Sequence[MediaItem] = ()
-    """The messages' media, in order."""
+    """Media of the environment's messages, in order."""
 
 
 class EnvironmentClient:
-    """Calls an environment. Lives in one event loop."""
+    """Client of an environment's host or service. For use in one event loop."""
 
     def __init__(
         self, channel: grpc.aio.Channel, call_seconds: float, lease_seconds: float, told: Told = ignore
     ) -> None:
-        """`call_seconds` limits a call; after `lease_seconds` without calls a session is closed.
+        """Use the environment behind `channel`. `call_seconds` is the time limit of a call. After `lease_seconds`
+        without calls the environment's host closes a session.
 
-        `told` receives environments' messages for people.
+        `told` is called with the messages for the user that an environment sends.
         """
         self._stub = EnvironmentStub(channel)
         self._call_seconds = call_seconds
@@ -90,7 +92,8 @@ class EnvironmentClient:
         self._told = told
 
     async def open(self, session_id: str, sample: Sample, access: ModelAccess | None = None) -> OpenedSession:
-        """Begin a conversation. `access` is for a conversation that a function leads. Raises EnvironmentFailed."""
+        """Begin a conversation about a sample. `access` lets a user's function that leads the conversation call the
+        model. Raises EnvironmentFailed."""
         request = pb.OpenSessionRequest(
             session_id=session_id,
             messages_json=json.dumps(list(sample.messages)),
@@ -113,7 +116,7 @@ class EnvironmentClient:
             raise EnvironmentFailed(str(error)) from error
 
     async def step(self, session_id: str, turn: int, reply: Reply) -> SessionStep:
-        """Send a message of the model, and return the environment's answer. Raises EnvironmentFailed."""
+        """Send a message of the model to the environment, and return its answer. Raises EnvironmentFailed."""
         request = pb.StepRequest(
             session_id=session_id,
             turn=turn,
@@ -138,7 +141,7 @@ class EnvironmentClient:
         return SessionStep(messages, answer.reward, answer.done, info, answer.player, rewards, media)
 
     async def close_session(self, session_id: str) -> None:
-        """End a conversation. Raises EnvironmentFailed."""
+        """End a conversation with the environment. Raises EnvironmentFailed."""
         await self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id))
 
     async def _call(self, call: Any, request: Any) -> Any:
@@ -157,11 +160,11 @@ class EnvironmentClient:
 
 
 _TOLD = (Aborted, DeadlineExceeded)
-"""Errors of an environment's host: only their messages are shown."""
+"""Errors of an environment's host that are reported by their message only, without code or address."""
 
 
 def _messages(text: str, what: str) -> tuple[list[Message], tuple[MediaItem, ...]]:
-    """Return an environment's messages without their media, and the media."""
+    """Parse an environment's messages from JSON. Returns the messages without their media, and the media."""
     read = read_observation(_list("messages_json", text), what, sent=True)
     return [message for message, _ in read], tuple(item for _, items in read for item in items)
 
@@ -178,7 +181,7 @@ def _list(name: str, text: str) -> list[Any]:
 
 @asynccontextmanager
 async def hosted(name: str, settings: Mapping[str, Any], python: str = "") -> AsyncIterator[grpc.aio.Channel]:
-    """Host an environment's class in a child process, and yield its channel.
+    """Host an environment's class in a child process, and yield the gRPC channel to this process.
 
     Raises BadEnvironmentError if the environment can't be used, ChildError if the process can't be started or ends at
     its start.
@@ -191,16 +194,18 @@ async def hosted(name: str, settings: Mapping[str, Any], python: str = "") -> As
 
 
 def inherited_variables() -> dict[str, str]:
-    """Return the environment variables for an environment or a program: all except relaxd's, which have secrets."""
+    """Return the environment variables that an environment or a program inherits: all except relaxd's, which have
+    secrets."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
 
 
 async def start_host(
     name: str, settings: Mapping[str, Any], python: str = "", *, is_function: bool = False, memory_bytes: int = 0
 ) -> Child:
-    """Start a process that hosts an environment's class, or a function, and wait until it serves.
+    """Start a process that hosts an environment's class or a function, and wait until it serves.
 
-    Raises the errors of `hosted`. The process doesn't inherit relaxd's environment variables, which have secrets.
+    Raises BadEnvironmentError and ChildError like `hosted`. The process doesn't inherit relaxd's environment variables,
+    which have secrets.
     """
     kept = inherited_variables()
     words = [name, json.dumps(dict(settings)), "function" if is_function else "environment", str(memory_bytes)]

@@ -1,4 +1,4 @@
-"""The interface of environments: the methods of a Python class, their arguments and valid results."""
+"""The interface of environments: the methods of a Python class, their arguments, and checks of their results."""
 
 import json
 import math
@@ -16,25 +16,25 @@ from relaxd.media.sources import MediaError
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call of a message, or text in its place that isn't a valid call."""
+    """A tool call in a model's message, or the reason why the text of a call isn't valid."""
 
     name: str = ""
-    """The tool's name."""
+    """Name of the called tool."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the call."""
+    """Arguments of the tool call, by name."""
     problem: str = ""
-    """Reason why the call isn't valid; "" if it is."""
+    """Reason why the tool call isn't valid; "" if it is valid."""
     id: str = ""
-    """Id of the call in the conversation, for the tool's answer; "" if it has none."""
+    """Id of the tool call in the conversation, for the tool's answer; "" if the call has no id."""
 
 
 def calls_in(text: str) -> list[ToolCall]:
-    """Return the calls of a reply in their order. Takes time linear in the text."""
+    """Return the tool calls in a reply's text, in their order. Takes time linear in the text."""
     return [call_of(json_of(block)) for block in tagged(text, "tool_call")]
 
 
 def call_of(value: Any) -> ToolCall:
-    """Convert a JSON value such as {"name": ..., "arguments": {...}} to a call."""
+    """Convert a JSON value such as {"name": ..., "arguments": {...}} to a tool call."""
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
         return ToolCall(problem='a tool call is {"name": ..., "arguments": {...}} in JSON')
@@ -49,7 +49,7 @@ def call_of(value: Any) -> ToolCall:
 
 
 def json_of(text: str) -> Any:
-    """Return the value of a JSON text; None if it isn't JSON."""
+    """Return the parsed value of a JSON text; None if the text isn't JSON."""
     try:
         return json.loads(text.strip())
     except (ValueError, RecursionError):
@@ -59,11 +59,11 @@ def json_of(text: str) -> Any:
 __all__ = ["BadEnvironmentError", "Environment", "Observation", "Reply", "Sample", "Step", "ToolCall"]
 
 Observation = str | Message | Sequence[Message] | None
-"""Observation of the environment: a text, a message, several messages, or nothing. A text answers the tool calls of the
+"""Observation of an environment: a text, a message, several messages, or nothing. A text answers the tool calls of the
 model's message; without calls it becomes a user message. The content of a message is a text, or a list of texts and
 media (docs/agents.md)."""
 MAX_BYTES = 1 << 20
-"""Maximum number of bytes of an observation without its media, and of the tools' schemas, as JSON in UTF-8."""
+"""Maximum size of an observation without its media, and of the tools' schemas, as JSON in UTF-8, in bytes."""
 STEP = "return Step(observation, reward, done, info), or a tuple of the first two, three or four of these"
 
 
@@ -73,32 +73,34 @@ class BadEnvironmentError(ValueError):
 
 @dataclass(frozen=True)
 class Sample:
-    """The beginning of a conversation."""
+    """What an environment gets when a conversation begins: the prompt, its reference answer, its metadata and a
+    seed."""
 
     messages: Sequence[Message]
-    """The prompt's messages. A media item is a part, {"type": "image", "image": a data URI}, in its normal form."""
+    """Messages of the prompt. A media item is a part of a message, {"type": "image", "image": a data URI}, in its
+    normal form."""
     answer: str = ""
-    """The reference answer; "" if the data has none."""
+    """Reference answer of the prompt; "" if the data has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of the prompt's line in the data."""
+    """Metadata of the prompt: further fields of its row in the data."""
     seed: int = 0
     """Seed of the environment's state, the same for all samples of a group."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Schemas of the prompt's own tools, in OpenAI's form."""
+    """Schemas of the tools that come with the prompt, in OpenAI's form."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A message of the model."""
+    """A message of the model to the environment."""
 
     text: str
     """Text of the message without thinking and tool calls."""
     tool_calls: Sequence[ToolCall] = ()
-    """Tool calls of the message that could be parsed."""
+    """Tool calls in the message that could be parsed."""
     problem: str = ""
-    """Reason why a call can't be parsed; "" if all calls can."""
+    """Reason why a tool call in the message can't be parsed; "" if all calls can."""
     finish_reason: str = "stop"
-    """"length" if the message was cut off; then it is the last message."""
+    """Reason why the message ended. "length" means that it was cut off; then it is the last message."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,19 @@ class Step:
     """The environment's answer to a message of the model."""
 
     observation: Observation = None
-    """The environment's answer to the model; None ends the conversation."""
+    """Observation that answers the model's message; None ends the conversation."""
     reward: float = 0.0
     """Reward of this step for the player who spoke. A conversation's rewards are added up."""
     done: bool = False
     """True if the conversation is over."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers for rewards and metrics; the last value of each name counts. Values of other types are dropped."""
+    """Numbers for rewards and metrics, by name; the last value of each name counts. Values of other types are
+    dropped."""
     player: int = 0
-    """The next player, who alone sees the observation: 0 to agent.players - 1. Player 0 speaks first."""
+    """Number of the player whose turn is next, from 0 to agent.players - 1. Only this player sees the observation.
+    Player 0 speaks first."""
     rewards: Mapping[int, float] = field(default_factory=dict)
-    """Rewards of this step for other players, by number."""
+    """Rewards of this step for the players who didn't speak, by the player's number."""
 
 
 class Environment:
@@ -126,26 +130,26 @@ class Environment:
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """Schemas of tools in OpenAI's form, for the chat template. `open` may set them."""
+    """Schemas of the tools that the model may call, in OpenAI's form, for the chat template. `open` may set them."""
 
     def open(self, sample: Sample) -> Observation | Awaitable[Observation]:
-        """Begin the conversation. Returns the messages that follow the prompt's."""
+        """Begin the conversation about a sample. Returns messages to add after the prompt's messages."""
         return None
 
     def step(self, reply: Reply) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
-        """Answer a message of the model."""
+        """Answer a message of the model with an observation and a reward."""
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:
-        """End the conversation. Called after failed conversations, too."""
+        """End the conversation. It is called after failed conversations, too."""
         return None
 
 
 def check_step(value: object, calls: Sequence[ToolCall] = ()) -> Step:
-    """Check the result of `step` for a message with `calls`. Returns it with messages as observation and numbers as
-    info.
+    """Check the result of an environment's `step`. Returns the step with messages as observation and only numbers as
+    info. `calls` are the tool calls that the step answers.
 
-    Raises BadEnvironmentError.
+    Raises BadEnvironmentError if the result is invalid.
     """
     if isinstance(value, tuple) and 2 <= len(value) <= 4:
         value = Step(*value)
@@ -176,7 +180,8 @@ def check_step(value: object, calls: Sequence[ToolCall] = ()) -> Step:
 
 
 def player_number(value: object, what: str) -> int:
-    """Return the number of a player. Raises BadEnvironmentError, beginning with `what`, for an invalid one."""
+    """Check a player's number and return it as int. Raises BadEnvironmentError, whose message begins with `what`, if it
+    is invalid."""
     number = as_python(value)
     if type(number) is not int or not 0 <= number < 2**31:
         raise BadEnvironmentError(f"{what} {shown(value)}: it must be a number from 0 to agent.players - 1")
@@ -184,8 +189,8 @@ def player_number(value: object, what: str) -> int:
 
 
 def finite_number(value: object, what: str) -> float:
-    """Return a number of Python, numpy or torch as float. Raises BadEnvironmentError, beginning with `what`, for
-    anything else."""
+    """Convert a finite number of Python, numpy or torch to float. Raises BadEnvironmentError, whose message begins with
+    `what`, for anything else."""
     number = as_python(value)
     if not isinstance(number, Real):
         raise BadEnvironmentError(f"{what} {shown(value)}: it must be a finite number")
@@ -199,7 +204,8 @@ def finite_number(value: object, what: str) -> float:
 
 
 def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), *, sent: bool = False) -> list[Message]:
-    """Return an observation as messages whose media are data URIs, like `read_observation`."""
+    """Return an observation as a list of messages whose media are data URIs. Arguments and errors are those of
+    `read_observation`."""
     return [
         {**message, "content": put_media(message["content"], [item.source for item in items])}
         for message, items in read_observation(observation, what, calls, sent=sent)
@@ -209,10 +215,10 @@ def messages_of(observation: object, what: str, calls: Sequence[ToolCall] = (), 
 def read_observation(
     observation: object, what: str, calls: Sequence[ToolCall] = (), *, sent: bool = False
 ) -> list[tuple[Message, list[MediaItem]]]:
-    """Return an observation as messages without their media, each with its media as data URIs.
+    """Return an observation as messages without their media, each with the list of its media as data URIs.
 
-    A text answers `calls`, if there are any. With `sent`, media must be data URIs already. Raises BadEnvironmentError,
-    which begins with `what`, such as "step() returned", for an invalid observation.
+    A text answers the tool calls `calls`, if there are any. With `sent`, media must be data URIs already. Raises
+    BadEnvironmentError for an invalid observation; the message begins with `what`, such as "step() returned".
     """
     if observation is None:
         return []
@@ -248,12 +254,12 @@ def read_observation(
 
 
 def tool_message(call: ToolCall, content: str | Sequence[Any]) -> Message:
-    """Return the message with a tool's answer to a call, a text or parts."""
+    """Return the message with a tool's answer to a call. `content` is a text or a list of parts."""
     return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
 
 
 def shorten(text: str, most: int) -> str:
-    """Return a text with at most `most` characters: a longer one loses its middle, which a note replaces."""
+    """Shorten a text to about `most` characters: the middle of a longer text is replaced by a note."""
     if len(text) <= most:
         return text
     end = most // 2
@@ -261,7 +267,8 @@ def shorten(text: str, most: int) -> str:
 
 
 def check_tools(tools: object, what: str = "the environment has") -> list[dict[str, Any]]:
-    """Return schemas of tools. Raises BadEnvironmentError, beginning with `what`, if they are invalid."""
+    """Check schemas of tools and return them as dicts. Raises BadEnvironmentError, whose message begins with `what`, if
+    they are invalid."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise BadEnvironmentError(f"{what} tools = {shown(tools)}: they must be a list of schemas in OpenAI's form")
     for tool in tools:
@@ -276,7 +283,8 @@ def check_tools(tools: object, what: str = "the environment has") -> list[dict[s
 
 
 def check_size(value: Any, what: str) -> None:
-    """Check that a value is small enough to send. Raises BadEnvironmentError, beginning with `what`."""
+    """Check that a value is valid JSON of at most MAX_BYTES. Raises BadEnvironmentError, whose message begins with
+    `what`, if it isn't."""
     try:
         size = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
     except UnicodeEncodeError as error:
@@ -301,6 +309,6 @@ def as_python(value: object) -> object:
 
 
 def shown(value: object) -> str:
-    """Return a value and its type for an error."""
+    """Return a value and its type as text for an error message, shortened."""
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -1,4 +1,5 @@
-"""Tools made from plain functions. Their signatures and docstrings give the schemas that check arguments."""
+"""Tools that call plain Python functions. A function's signature and docstring give the schema that checks
+arguments."""
 
 import asyncio
 import inspect
@@ -15,10 +16,11 @@ _PARAMETER = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 class FunctionTool:
-    """A function that the model may call."""
+    """A Python function as a tool that the model may call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises BadEnvironmentError if the function has no docstring, or a parameter can't have a schema."""
+        """Build the tool's schema from the function. Raises BadEnvironmentError if the function has no docstring, or a
+        parameter can't have a schema."""
         self.name = function.__name__
         self._function = function
         self.awaits = inspect.iscoroutinefunction(function)
@@ -31,12 +33,13 @@ class FunctionTool:
         schema.setdefault("properties", {})
         function_schema = {"name": self.name, "description": description, "parameters": schema}
         self.schema: dict[str, Any] = {"type": "function", "function": function_schema}
-        """The schema in OpenAI's form."""
+        """Schema of the tool in OpenAI's form."""
 
     async def answer(self, call: ToolCall) -> str | list[Any]:
-        """Return the function's result as a text, or as parts if it has media.
+        """Call the function with a call's arguments, and return its result as a text, or as parts if it has media.
 
-        For bad arguments and exceptions the result is "Error: ...". Raises BadEnvironmentError if the function does.
+        For bad arguments and exceptions the result is "Error: ...". Raises BadEnvironmentError if the function raises
+        it.
         """
         try:
             checked = self._arguments.model_validate(call.arguments)
@@ -55,23 +58,24 @@ class FunctionTool:
 
 
 class Tool(Protocol):
-    """A tool that the model may call."""
+    """Interface of a tool that the model may call."""
 
     name: str
     schema: dict[str, Any]
-    """The schema in OpenAI's form."""
+    """Schema of the tool in OpenAI's form."""
     awaits: bool
-    """True if `answer` awaits something; otherwise it may block."""
+    """True if the method `answer` awaits something. If False, it may block its thread."""
 
     async def answer(self, call: ToolCall) -> str | list[Any]:
-        """Return the answer to a call, a text or parts. The answer to a failed call begins with "Error: "."""
+        """Return the answer to a tool call: a text or a list of parts. The answer to a failed call begins with "Error:
+        "."""
 
 
 class ToolsEnvironment(Environment):
-    """Answers calls of tools.
+    """Environment that answers tool calls.
 
-    A message without a call ends the conversation; `score` returns its reward. Numbers: `calls`, and `errors` (failed
-    calls).
+    A message without a call ends the conversation; `score` returns its reward. The metrics are `calls`, and `errors`
+    (the failed calls).
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -79,17 +83,18 @@ class ToolsEnvironment(Environment):
         self.set_tools(tools)
 
     def set_tools(self, tools: Sequence[Tool]) -> None:
-        """Replace the tools."""
+        """Replace the tools that the model may call."""
         self._tools = {one.name: one for one in tools}
         self.tools = [one.schema for one in tools]
         self._awaits = any(one.awaits for one in tools)
 
     def score(self, reply: Reply) -> float:
-        """Return the reward of a message without a call. By default 0: the run's reward scores the conversation."""
+        """Return the reward of the final message, which has no call. By default 0: the run's reward scores the
+        conversation."""
         return 0.0
 
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
-        """Answer the calls of a message in order."""
+        """Answer the tool calls of a message in order. Without a call, even a broken one, end the conversation."""
         answering = self._step(reply)
         return answering if self._awaits else asyncio.run(answering)  # in a thread, where a function may block
 

@@ -50,10 +50,11 @@ _log = logging.getLogger(__name__)
 
 
 class UserCalls:
-    """Calls users' methods with a time limit."""
+    """Calls methods of users' classes with a time limit."""
 
     def __init__(self, memory_bytes: int = 0) -> None:
-        """With a memory limit, a method that runs out of memory ends this process and its sessions."""
+        """Start a thread for async methods. With a memory limit, a method that runs out of memory ends this process and
+        its sessions."""
         # Encoded now: later there may be no memory for it.
         reason = f"agent.memory_bytes = {memory_bytes} is used up: raise it, or free what conversations leave behind\n"
         self._last_words = reason.encode() if memory_bytes else b""
@@ -64,16 +65,16 @@ class UserCalls:
         self._loop_thread.start()
 
     async def call(self, what: str, method: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
-        """Call a method, and await its result if it is awaitable.
+        """Call a user's method, and await its result if it is awaitable.
 
         Args:
             what: the method's name in errors, such as "step()".
             method: a function from the user's code.
-            arguments: its arguments.
-            seconds: limit of time.
+            arguments: arguments for the method.
+            seconds: time limit of the call.
 
-        Raises Aborted if the method raised, DeadlineExceeded after `seconds`. A late method that isn't async still
-        runs: see MAX_STUCK.
+        Raises Aborted if the method raised, DeadlineExceeded after `seconds`. After that, a method that isn't async
+        still runs: see MAX_STUCK.
         """
         in_thread: list[int] = []
         future: Future[Any] = Future()
@@ -130,7 +131,7 @@ def _failure(error: BaseException) -> Aborted:
 
 
 def _place(thread: int) -> str:
-    """Return a thread's location in the user's code, as " (at env.py:12, in step)", or ""."""
+    """Return where in the user's code a thread is, as " (at env.py:12, in step)"; "" if unknown."""
     frame = sys._current_frames().get(thread)
     frames = traceback.extract_stack(frame) if frame is not None else []
     ours = [index for index, one in enumerate(frames) if one.filename.startswith(_HERE)]
@@ -140,10 +141,11 @@ def _place(thread: int) -> str:
 
 
 class Session:
-    """A conversation. It computes the answer to each turn once, in order, even if the client repeats a request."""
+    """A conversation of the host. The answer to each turn is computed once, in order, even if the client repeats a
+    request."""
 
     def __init__(self, lease_seconds: float, call_seconds: float, on_over: Callable[[], Any]) -> None:
-        """`on_over` is called when the lease has ended."""
+        """Start the session's lease. `on_over` is called when the lease expires."""
         self.environment: Any = None
         self.call_seconds = call_seconds
         self._lease_seconds = lease_seconds
@@ -156,7 +158,7 @@ class Session:
         self._watch_lease()
 
     async def answer(self, turn: int, make: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return the answer to a turn; call `make` for it unless it was made before.
+        """Return the answer to a turn. It is computed by `make`, unless that was done before.
 
         Turn 0 opens the session. Raises FailedPrecondition if `turn` is neither the last turn nor the next, or an
         earlier turn failed.
@@ -173,7 +175,7 @@ class Session:
         return await asyncio.shield(self._answer)  # a caller that stops waiting doesn't cancel it
 
     async def finish(self) -> None:
-        """End the lease, and wait until the current answer is made."""
+        """Stop the session's lease, and wait for the answer in progress, at most twice `call_seconds`."""
         if self._timer is not None:
             self._timer.cancel()
         if self._answer is not None:
@@ -199,18 +201,18 @@ class Session:
 
 
 REFUSED = 2
-"""Exit code of a host whose environment can't be used."""
+"""Exit code of a host process whose environment can't be used."""
 MAX_SESSIONS = 10_000
-"""Maximum number of concurrent sessions."""
+"""Maximum number of concurrent sessions of a host."""
 Returned = TypeVar("Returned")
 
 
 class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
-    """Answers relaxd.v1.Environment for one class. Lives in one event loop."""
+    """Handlers of relaxd.v1.Environment for one environment or function. For use in one event loop."""
 
     def __init__(self, make: Callable[[], Any], memory_bytes: int = 0) -> None:
-        """`make` creates an instance for each conversation; `memory_bytes` is this process's memory limit, 0 for
-        none."""
+        """Create handlers without sessions. `make` creates an instance for each conversation.
+        `memory_bytes` is this process's memory limit; 0: none."""
         self._make = make
         self._calls = UserCalls(memory_bytes)
         self._sessions: dict[str, Session] = {}
@@ -286,7 +288,7 @@ class EnvironmentHandlers(environment_pb2_grpc.EnvironmentServicer):
         return pb.CloseSessionResponse()
 
     def _end(self, name: str) -> asyncio.Task[None] | None:
-        """Start closing a session. Returns None if there is no such session."""
+        """Start closing a session and return the task. Returns None if there is no such session."""
         session = self._sessions.pop(name, None)
         if session is None:
             return None
@@ -322,9 +324,9 @@ def _checked(check: Callable[[], Returned]) -> Returned:
 
 
 def end_together() -> None:
-    """Fork a watcher that kills this process's group when this process ends, even if it is killed.
+    """Fork a watcher that kills this process's group when this process ends, even if this process is killed.
 
-    Otherwise processes that an environment started would remain.
+    Without it, processes that an environment started would remain.
     """
     if not hasattr(os, "pidfd_open"):
         return
@@ -336,7 +338,7 @@ def end_together() -> None:
 
 
 def main(name: str, settings_json: str = "{}", kind: str = "environment", memory_bytes: str = "0") -> None:
-    """Serve an environment, or a function if `kind` is "function", until the parent ends."""
+    """Serve an environment, or a function if `kind` is "function", until the parent process ends."""
     end_together()
     if most := int(memory_bytes):
         lower_limit(resource.RLIMIT_DATA, most)

@@ -1,4 +1,5 @@
-"""Loads environments by name, in every supported form."""
+"""Loading of environments by name: bundled environments, users' classes and functions, and those of Relax and
+gymnasium."""
 
 import inspect
 import json
@@ -27,21 +28,22 @@ BUNDLED: Mapping[str, str] = {
     "verl_tools": "relaxd.envs.verl_tools:VerlToolsEnvironment",
     "zoom": "relaxd.envs.zoom:Zoom",
 }
-"""Bundled environments by name."""
+"""Import paths of the bundled environments, by name."""
 
 
 def check_name(name: str, setting: str = "agent.environment") -> str:
-    """Check and return an environment's name, without importing it. Raises ValueError, which names the setting."""
+    """Check an environment's name without importing it, and return the name. Raises ValueError, which names the
+    setting."""
     own = "An environment of your own"
     return check_known_or_own(setting, name, sorted(BUNDLED), "bundled are", own)
 
 
 def load_environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Any]:
-    """Import an environment, and return a function that creates an instance for a conversation.
+    """Import an environment, and return a function that creates an instance for each conversation.
 
     Args:
-        name: name of a bundled environment, or "package.module:NAME" or "file.py:NAME", where NAME is a class with this
-            interface or gymnasium's, Relax's build_env, a function, or a list of functions.
+        name: name of a bundled environment, or "package.module:NAME" or "file.py:NAME", where NAME is a class with the
+            interface of `Environment` or gymnasium's, Relax's build_env, a function, or a list of functions.
         settings: keyword arguments of the class.
 
     Raises BadEnvironmentError if the environment doesn't exist, has no method `step`, or rejects the settings.
@@ -67,8 +69,8 @@ def load_environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Any
 
 
 def _maker(name: str, found: Any, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """Return a callable whose signature the settings must fit, and a function that creates instances. Raises
-    BadEnvironmentError."""
+    """Return a callable whose signature the settings must fit, and a function that creates instances of the
+    environment. Raises BadEnvironmentError if `found` is no environment."""
     if inspect.isclass(found):
         step = getattr(found, "step", None)
         if not callable(step) or step is Environment.step:
@@ -91,18 +93,18 @@ def _maker(name: str, found: Any, settings: Mapping[str, Any]) -> tuple[Callable
 
 
 def _any_settings(**settings: Any) -> None:
-    """Accept any settings: Relax's build_env gets them as `args`."""
+    """Accept any settings, because Relax's build_env gets all of them as `args`."""
 
 
 def _no_settings() -> None:
-    """Reject settings: environments that are functions take none."""
+    """Reject all settings, because environments that are functions take none."""
 
 
 class RelaxEnvironment(Environment):
-    """An environment of Relax: build_env(sample, args) returns an object with reset, step and close.
+    """Adapter for an environment of Relax: build_env(sample, args) returns an object with reset, step and close.
 
     `sample` has prompt (messages), label (the answer), metadata and seed; `args` has the settings as attributes. As in
-    Relax, the model doesn't see the result of reset. The number `reward` of step's info is the step's reward.
+    Relax, the model doesn't see the result of reset. The entry `reward` of step's info is the step's reward.
     """
 
     def __init__(self, build: Callable[..., Any], settings: Mapping[str, Any]) -> None:
@@ -111,7 +113,7 @@ class RelaxEnvironment(Environment):
         self._environment: Any = None
 
     def open(self, sample: Sample) -> Any:
-        """Create the environment and reset it."""
+        """Create the Relax environment for a sample, and reset it."""
         given = SimpleNamespace(
             prompt=list(sample.messages), label=sample.answer, metadata=dict(sample.metadata), seed=sample.seed
         )
@@ -122,7 +124,7 @@ class RelaxEnvironment(Environment):
         return _then(self._environment.reset(), lambda _: None)
 
     def step(self, reply: Reply) -> Any:
-        """Process a message's text, with its tool calls in Hermes's and Qwen's form."""
+        """Give the model's message to the Relax environment as text, with tool calls in Hermes's and Qwen's form."""
         calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in reply.tool_calls]
         text = "\n".join(filter(None, [reply.text, *(f"<tool_call>\n{one}\n</tool_call>" for one in calls)]))
         return _then(self._environment.step(text), self._step_of)
@@ -136,7 +138,7 @@ class RelaxEnvironment(Environment):
         return Step(message, info.get("reward", 0.0), bool(done), info)
 
     def close(self) -> Any:
-        """Close the environment."""
+        """Close the Relax environment, if it has a method `close`."""
         return self._environment.close() if hasattr(self._environment, "close") else None
 
     def _message(self, observation: Any) -> dict[str, Any]:
@@ -154,16 +156,16 @@ class RelaxEnvironment(Environment):
 
 
 class GymEnvironment(Environment):
-    """An environment of gymnasium whose observations and actions are texts.
+    """Adapter for an environment of gymnasium whose observations and actions are texts.
 
-    The observation of reset follows the prompt. An action is the text of the model's message.
+    The observation that reset returns follows the prompt. The text of each message of the model is an action.
     """
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
 
     def open(self, sample: Sample) -> Any:
-        """Reset the environment with the group's seed, and with the sample as its options."""
+        """Reset the gymnasium environment with the group's seed, and with the sample as its options."""
         options = {"messages": list(sample.messages), "answer": sample.answer, "metadata": dict(sample.metadata)}
         given: dict[str, Any] = {"seed": sample.seed, "options": options}
         reset = self._environment.reset
@@ -171,7 +173,7 @@ class GymEnvironment(Environment):
         return _then(returned, lambda one: _text(one[0] if isinstance(one, tuple) else one, "reset()"))
 
     def step(self, reply: Reply) -> Any:
-        """Take the text of a message as an action."""
+        """Give the text of the model's message to the gymnasium environment as an action."""
         return _then(self._environment.step(reply.text), self._step_of)
 
     def _step_of(self, returned: Any) -> Step:
@@ -183,7 +185,7 @@ class GymEnvironment(Environment):
         return Step(_text(observation, "step()"), reward, bool(terminated or truncated), info)
 
     def close(self) -> Any:
-        """Close the environment."""
+        """Close the gymnasium environment, if it has a method `close`."""
         return self._environment.close() if hasattr(self._environment, "close") else None
 
 
@@ -213,7 +215,8 @@ def _takes(function: Callable[..., Any], *names: str) -> bool:
 
 
 def _then(result: Any, follow: Callable[[Any], Any]) -> Any:
-    """Return `follow(result)`. If the result is awaitable, return a coroutine that awaits it first."""
+    """Call `follow` with a result and return what it returns. If the result is awaitable, return a coroutine that
+    awaits the result first."""
     if not inspect.isawaitable(result):
         return follow(result)
 

@@ -1,4 +1,5 @@
-"""Tools of an MCP server, which is started by a command (stdio) or has an address (streamable HTTP)."""
+"""Environment with the tools of an MCP server, which is started by a command (stdio) or has an address (streamable
+HTTP)."""
 
 import asyncio
 import json
@@ -18,17 +19,19 @@ except ImportError as error:
     raise ImportError(f"{error}: install the package mcp, version 2 or newer (pip install 'relaxd[mcp]')") from error
 
 _BROKEN = (CONNECTION_CLOSED, REQUEST_TIMEOUT, INVALID_REQUEST)
-"""Error codes after which a connection is unusable. INVALID_REQUEST: an HTTP server has forgotten the session."""
+"""MCP error codes after which a connection is unusable. INVALID_REQUEST: an HTTP server has forgotten the session."""
 CLOSE_SECONDS = 10.0
-"""Maximum seconds to close a connection. The SDK kills a server that doesn't end within 4 s."""
+"""Maximum seconds that closing a connection to an MCP server may take. The SDK kills a server that doesn't end within 4
+s."""
 _TIMEOUT = httpx2.Timeout(30.0, read=None)
-"""Time limit of connecting over HTTP, 30 s. agent.call_seconds limits calls."""
+"""Time limit for connecting to an MCP server over HTTP, 30 s. agent.call_seconds limits calls."""
 
 
 class McpTools(ToolsEnvironment):
-    """Answers calls by a server's tools. A message without a call ends the conversation with the reward 0.
+    """Environment that answers tool calls through an MCP server. A message without a call ends the conversation with
+    the reward 0.
 
-    Numbers: `calls`, and `errors` (failed calls).
+    The metrics are `calls`, and `errors` (the failed calls).
     """
 
     def __init__(
@@ -53,9 +56,9 @@ class McpTools(ToolsEnvironment):
             headers: headers of requests to `url`.
             tools: names of the tools that the model gets; empty: all.
             shared: use one connection, and so one server process, for all conversations of this host.
-            max_chars: maximum length of a result, in characters; longer results lose their middle.
+            max_chars: maximum length of a tool's result, in characters; longer results lose their middle.
 
-        Raises ValueError: not exactly one of `command` and `url` is set, or settings of the other are.
+        Raises ValueError unless exactly one of `command` and `url` is set, or if settings of the other one are set.
         """
         super().__init__([])
         if bool(command) == bool(url):
@@ -72,8 +75,8 @@ class McpTools(ToolsEnvironment):
         self._connection: _Connection | None = None
 
     async def open(self, sample: Sample) -> None:
-        """Connect to the server and read its tools. Raises BadEnvironmentError if it can't be reached, or lacks a
-        tool."""
+        """Connect to the MCP server and read its tools. Raises BadEnvironmentError if the server can't be reached or
+        lacks a tool."""
         self._connection = connection = self._connect()
         client, found = await connection.opened()
         if missing := [name for name in self._wanted if name not in found]:
@@ -82,7 +85,8 @@ class McpTools(ToolsEnvironment):
         self.set_tools([_McpTool(name, found[name], client, connection, self._max_chars) for name in names])
 
     async def close(self) -> None:
-        """End the connection, and the server if it was started for it, unless they are shared."""
+        """Close the connection, and end the server if it was started for this conversation. A shared connection stays
+        open."""
         if self._connection is not None and not self._shared:
             await self._connection.close()
 
@@ -96,23 +100,23 @@ class McpTools(ToolsEnvironment):
 
 
 class _Connection:
-    """A connection to a server, held by one task, because the task that opens a connection must also close it."""
+    """A connection to an MCP server. One task holds it, because the task that opens a connection must also close it."""
 
     def __init__(self, server: Mapping[str, Any]) -> None:
         self.is_over = False
-        """True after an error that makes the connection unusable."""
+        """True after an error that makes the connection to the MCP server unusable."""
         self._server = server
         self._leaving = asyncio.Event()
         self._opened: asyncio.Future[tuple[Any, dict[str, Any]]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(), name="MCP connection")
 
     async def opened(self) -> tuple[Any, dict[str, Any]]:
-        """Return the client and the server's tools by name. Raises BadEnvironmentError if the server can't be
-        reached."""
+        """Wait until the connection is open. Returns the client, and the MCP server's tools by name. Raises
+        BadEnvironmentError if the server can't be reached."""
         return await asyncio.shield(self._opened)
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection to the MCP server."""
         self._leaving.set()
         if not self._opened.done():
             self._task.cancel()
@@ -141,11 +145,11 @@ class _Connection:
 
 
 _shared: dict[str, _Connection] = {}
-"""Connections that conversations share, by server."""
+"""Connections that conversations share, by the server's settings as JSON."""
 
 
 class _McpTool:
-    """A tool of a server."""
+    """A tool of an MCP server that the model may call."""
 
     awaits = True
 
@@ -156,7 +160,8 @@ class _McpTool:
         self._client, self._connection, self._max_chars = client, connection, max_chars
 
     async def answer(self, call: ToolCall) -> str:
-        """Return the tool's result as text. Raises BadEnvironmentError if the server is gone."""
+        """Have the MCP server execute a tool call, and return the result as text. Raises BadEnvironmentError if the
+        connection is unusable."""
         try:
             result = await self._client.call_tool(self.name, call.arguments)
         except MCPError as error:
@@ -179,7 +184,7 @@ async def _tools_of(client: Any) -> dict[str, Any]:
 
 
 def _text(part: Any) -> str:
-    """Return a part of a result as text; for images and sound, a note."""
+    """Return a part of a tool's result as text; for images and sound, return a note in place of the content."""
     for source in (part, getattr(part, "resource", None)):
         if isinstance(text := getattr(source, "text", None), str):
             return text

@@ -1,4 +1,4 @@
-"""Nim, a game for two players: the model against itself or a fixed opponent."""
+"""Environment for Nim, a game for two players: the model plays against itself or a fixed opponent."""
 
 import re
 from random import Random
@@ -11,17 +11,17 @@ _OPPONENTS = ("self", "random", "best")
 
 
 class Nim(Environment):
-    """Players take stones from a heap in turn; the player who takes the last stone wins.
+    """The game Nim. Players take stones from a heap in turn; the player who takes the last stone wins.
 
     A move is the last number of a message. The reward is 1 for the winner and 0 for the loser; a missing or forbidden
-    move loses. The field `stones` of the prompt's metadata sets the number of stones at the beginning; without it the
-    seed does. Numbers: `moves` of both players, and `bad_moves`.
+    move loses. The field `stones` of the prompt's metadata sets the initial number of stones; without it, the seed
+    does. The metrics are `moves` of both players, and `bad_moves`.
     """
 
     def __init__(
         self, max_stones: int = 12, max_take: int = 3, opponent: Literal["self", "random", "best"] = "self"
     ) -> None:
-        """Check the settings.
+        """Check the settings of the game.
 
         Args:
             max_stones: maximum number of stones at the beginning.
@@ -29,7 +29,7 @@ class Nim(Environment):
             opponent: "self": the model plays both players, and agent.players must be 2. "random" takes a random allowed
                 number; "best" makes winning moves if there are any, and random moves otherwise.
 
-        Raises ValueError: there is no such opponent, or a number is below 1.
+        Raises ValueError if there is no such opponent, or a number is below 1.
         """
         if opponent not in _OPPONENTS:
             raise ValueError(f"opponent is {opponent!r}: it must be one of {', '.join(_OPPONENTS)}")
@@ -41,7 +41,7 @@ class Nim(Environment):
         self._random = Random(0)
 
     def open(self, sample: Sample) -> str:
-        """Set up the heap. Raises ValueError: the prompt's `stones` is no number of stones."""
+        """Set up the heap of stones. Raises ValueError if the prompt's `stones` is no allowed number of stones."""
         self._random = Random(sample.seed)
         stones = sample.metadata.get("stones", self._random.randint(1, self._max_stones))
         if type(stones) is not int or not 1 <= stones <= self._max_stones:
@@ -50,7 +50,7 @@ class Nim(Environment):
         return self._told()
 
     def step(self, reply: Reply) -> Step:
-        """Make the model's move, then the opponent's."""
+        """Make the move in the model's message, then the opponent's move, unless the model plays both."""
         found = _NUMBER.findall(reply.text)
         take = int(found[-1]) if found else 0
         self._moves += 1

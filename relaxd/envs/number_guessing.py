@@ -1,4 +1,4 @@
-"""A game: the model guesses a number."""
+"""Environment for a game in which the model guesses a number."""
 
 import re
 from random import Random
@@ -9,13 +9,14 @@ _NUMBER = re.compile(r"(?<!\d)-?\d{1,18}(?!\d)")
 
 
 class NumberGuessing(Environment):
-    """Chooses a number, and answers each guess with "higher" or "lower". A guess is the last number of a message.
+    """Game that chooses a number, and answers each guess with "higher" or "lower". A guess is the last number of a
+    message.
 
-    The reward is 1 if the model finds the number, else 0. Numbers: `guesses`.
+    The reward is 1 if the model finds the number, else 0. The metric is `guesses`, the number of guesses.
     """
 
     def __init__(self, low: int = 1, high: int = 100, max_guesses: int = 7) -> None:
-        """Raises ValueError: `low` is above `high`, or `max_guesses` is below 1."""
+        """Check the settings of the game. Raises ValueError if `low` is above `high`, or `max_guesses` is below 1."""
         if low > high or max_guesses < 1:
             raise ValueError(
                 f"low is {low}, high {high} and max_guesses {max_guesses}: low <= high, and max_guesses >= 1"
@@ -25,12 +26,12 @@ class NumberGuessing(Environment):
         self._guesses = 0
 
     def open(self, sample: Sample) -> str:
-        """Choose a number by the sample's seed."""
+        """Choose the number to guess from the sample's seed. Returns the first message of the game."""
         self._number = Random(sample.seed).randint(self._low, self._high)
         return f"I think of a number from {self._low} to {self._high}. You have {self._max_guesses} guesses."
 
     def step(self, reply: Reply) -> Step:
-        """Compare a guess."""
+        """Compare the guess in the model's message with the number."""
         self._guesses += 1
         found = _NUMBER.findall(reply.text)
         guess = int(found[-1]) if found else None

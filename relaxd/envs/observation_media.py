@@ -1,4 +1,4 @@
-"""Media in environments' observations: conversion from their Python forms to the wire's.
+"""Media in environments' observations: conversion from Python forms to the form that is sent.
 
 On the wire a message's content is a text or a list of parts, {"type": "text", "text": ...} and {"type": "image",
 "image": a data URI}, the same with "video", which may also be a list of its frames, and "audio". In Python an item may
@@ -19,14 +19,14 @@ MAX_MEDIA_BYTES = 32 << 20
 
 
 def is_picture(value: object) -> bool:
-    """Return True for an image of Pillow, without importing it."""
+    """Return True if a value is a Pillow image, without importing Pillow."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 
 
 def is_sent(source: object) -> bool:
-    """Return True for items that can be sent: data URIs, or lists of them for a video's frames. Paths can't, because
-    they are valid on one machine only."""
+    """Return True if a media item can be sent: a data URI, or a list of data URIs for a video's frames. Paths can't,
+    because they are valid on one machine only."""
     if isinstance(source, list):
         return all(isinstance(one, str) and is_sent(one) for one in source)
     return isinstance(source, str) and source[:5].lower() == "data:"
@@ -44,7 +44,7 @@ def content_of_result(result: object) -> Any:
 
 
 def take_media(place: str, role: str, content: Sequence[Any], *, sent: bool) -> tuple[Content, list[MediaItem]]:
-    """Return a message's content without its media, and the media in their sent form.
+    """Return a message's content without its media, and its media items in the form that is sent.
 
     Args:
         place: name of the content in errors.
@@ -70,7 +70,7 @@ def take_media(place: str, role: str, content: Sequence[Any], *, sent: bool) -> 
 
 
 def put_media(content: Content, sources: Sequence[Any]) -> Content:
-    """Return a message's content with the items of `sources` put into its media parts, in order."""
+    """Return a message's content with the media items in `sources` filled into its media parts, in order."""
     rest = iter(sources)
     if not isinstance(content, list):
         return content
@@ -78,7 +78,7 @@ def put_media(content: Content, sources: Sequence[Any]) -> Content:
 
 
 def with_media(messages: Sequence[Mapping[str, Any]], uris: Sequence[str]) -> list[dict[str, Any]]:
-    """Return messages in the form for environments: each media item as a data URI."""
+    """Return messages in the form that environments get: each media item is a data URI."""
     rest = iter(uris)
     return [
         {**message, "content": put_media(content, [next(rest) for part in content if part["type"] != "text"])}
@@ -89,7 +89,7 @@ def with_media(messages: Sequence[Mapping[str, Any]], uris: Sequence[str]) -> li
 
 
 def _sent(source: Any) -> Any:
-    """Return an item in a form that can be sent. Raises MediaError."""
+    """Convert a media item to a data URI, or a video's frames to a list of data URIs. Raises MediaError."""
     if isinstance(source, list | tuple):
         return [_sent(frame) for frame in source]
     if is_picture(source):

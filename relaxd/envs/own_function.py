@@ -1,4 +1,4 @@
-"""Functions that lead conversations instead of an environment (agent.function), in their host process."""
+"""Users' functions that lead conversations in place of an environment (agent.function), run by relaxd.envs.host."""
 
 import asyncio
 import http.client
@@ -22,7 +22,7 @@ MAX_STUCK = 200
 """Maximum number of late calls, and of functions of ended conversations, that still run. Above it the process ends, and
 a new process is started."""
 OVER = ("max_turns", "context_length_exceeded", "conversation_over", "no_session")
-"""Error codes of the endpoint after which it answers no further request."""
+"""Error codes of the model's endpoint after which it answers no further request."""
 _log = logging.getLogger(__name__)
 _left: set[int] = set()
 """Ids of ended conversations whose functions still run."""
@@ -37,26 +37,26 @@ class ConversationOver(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """A message of the model."""
+    """A message that the model wrote, parsed."""
 
     message: Message
-    """The message, for the next request."""
+    """The whole message, to be appended to the messages of the next request."""
     text: str
-    """Text of the message without thinking and tool calls."""
+    """Text of the message, without thinking and tool calls."""
     tool_calls: Sequence[ToolCall]
     """Tool calls of the message that could be parsed."""
     finish_reason: str
-    """"stop", "tool_calls", or "length" if it was cut off."""
+    """Reason why the message ended: "stop", "tool_calls", or "length" if it was cut off."""
 
 
 class Model:
-    """The run's model, for one conversation."""
+    """Client of the run's model for one conversation."""
 
     def __init__(self, url: str, key: str) -> None:
         self.base_url = url
         """Base URL of the model for clients of OpenAI's API."""
         self.api_key = key
-        """API key of the model for these clients."""
+        """API key of the model for clients of OpenAI's API."""
 
     async def generate(
         self,
@@ -91,7 +91,7 @@ class Model:
         return Answer(message, message["content"] or "", calls, choice["finish_reason"])
 
     def _post(self, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Send a request, and return the response's status and content. Has no timeout."""
+        """Send a request to the model, without a timeout, and return the response's HTTP status and JSON content."""
         place = urlsplit(self.base_url)
         connection = http.client.HTTPConnection(place.netloc)
         try:
@@ -131,14 +131,14 @@ class FunctionConversation:
         self._cancelled = False
 
     def connect(self, url: str, key: str) -> None:
-        """Set the model's address and key."""
+        """Set the model's base URL and API key."""
         self._model = Model(url, key)
 
     def open(self, sample: Sample) -> None:
         self._sample = sample
 
     def step(self, reply: Reply) -> Step:
-        """Run the function in a separate event loop, so that a blocking function doesn't block others."""
+        """Run the function in a separate event loop, so that a blocking function doesn't block other conversations."""
         try:
             return asyncio.run(self._lead())
         except asyncio.CancelledError as error:
@@ -162,7 +162,7 @@ class FunctionConversation:
         return Step(None, 0.0 if reward is None else reward, True, info)
 
     def cancel(self) -> None:
-        """End the function, if it is still running."""
+        """Cancel the user's function that leads the conversation, if it is still running."""
         self._cancelled = True
         if self._loop is None or self._task is None or self._loop.is_closed():
             return
@@ -177,9 +177,9 @@ class FunctionConversation:
 
 
 def load_function(name: str, settings: Mapping[str, Any]) -> Callable[[], FunctionConversation]:
-    """Import a function, and return a function that creates its conversations.
+    """Import a user's function, and return a function that creates the conversations that it leads.
 
-    Raises BadEnvironmentError if it doesn't exist, isn't async, or rejects the settings.
+    Raises BadEnvironmentError if the user's function doesn't exist, isn't async, or rejects the settings.
     """
     try:
         function = import_own(name)

@@ -17,8 +17,8 @@ OUTPUT_BYTES = 1 << 20
 class PythonSandbox(ToolsEnvironment):
     """Answers calls of the tool `run_python`; the first message without a call is the answer.
 
-    Each call runs in a new confined process and keeps nothing. The reward is 1 if the last numbers of the model's and
-    the reference answer are equal, else 0. Numbers: `calls`, and `errors` (calls that can't be parsed).
+    Each call runs in a new confined process, and nothing is kept between calls. The reward is 1 if the last numbers of
+    the model's and the reference answer are equal, else 0. Numbers: `calls`, and `errors` (calls that can't be parsed).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PythonSandbox(ToolsEnvironment):
         self._answer = ""
 
     def open(self, sample: Sample) -> None:
-        """Begin a conversation."""
+        """Begin a conversation: keep the prompt's reference answer."""
         self._answer = sample.answer
 
     def run_python(self, code: str) -> str:
@@ -67,14 +67,15 @@ class PythonSandbox(ToolsEnvironment):
 
 
 class _Pool:
-    """Sandboxes shared by conversations, one per core, so that running programs don't compete for cores."""
+    """Sandboxes that all conversations share, one per core, so that running programs don't compete for cores."""
 
     def __init__(self, limits: Limits) -> None:
         self._free = [Sandbox(limits) for _ in range(os.cpu_count() or 1)]
         self._turn = threading.Semaphore(len(self._free))
 
     def run(self, code: str) -> tuple[str, Stopped | None]:
-        """Run a program; return its output and the reason for its stop, if any. Raises ConfinementError."""
+        """Run a Python program. Returns the program's output, and the reason why it was stopped, None if it wasn't.
+        Raises ConfinementError."""
         with self._turn:
             sandbox = self._free.pop()
             try:

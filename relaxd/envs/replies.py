@@ -16,25 +16,25 @@ from relaxd.envs.environment import ToolCall, call_of, json_of
 from relaxd.models import DataError
 
 Tools = Sequence[Mapping[str, Any]]
-"""Schemas of tools, in the form of chat templates."""
+"""Schemas of tools, in the form that chat templates take."""
 
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """A reply of the model."""
+    """A model's reply, divided into thinking, text and tool calls."""
 
     text: str = ""
-    """The text without thinking and calls."""
+    """The reply's text, without thinking and tool calls."""
     thinking: str = ""
-    """The thinking before the reply's text."""
+    """The model's thinking, which comes before the reply's text."""
     calls: tuple[ToolCall, ...] = ()
-    """The calls that can be parsed, with ids."""
+    """The tool calls in the reply that can be parsed, with ids."""
     problem: str = ""
     """Reason why text in a call's place can't be parsed as a call; "" if all calls can."""
 
     @property
     def message(self) -> Message:
-        """The reply in the form for chat templates."""
+        """The reply as a message in the form that chat templates take."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.thinking:
             message["reasoning_content"] = self.thinking
@@ -52,11 +52,11 @@ class ReplyFormat:
 
     name: str
     read: Callable[[str, Tools], ParsedReply]
-    """Parses a reply without its thinking, given the tools' schemas."""
+    """Function that parses a reply. It takes the reply's text without thinking, and the tools' schemas."""
 
 
 def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str], str]:
-    """Return the text outside of tags, the contents of the tags, and a problem if the last tag isn't closed."""
+    """Return the text outside of tags, the text in each pair of tags, and a problem if the last pair isn't closed."""
     first, *rest = text.split(opening)
     outside: list[str] = [first]
     blocks: list[str] = []
@@ -70,7 +70,7 @@ def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str], str]
 
 
 def _tagged(text: str, opening: str, closing: str) -> list[tuple[str, str]]:
-    """Return pairs of an opening tag's group and the text up to its closing tag."""
+    """Return for each tagged text the first group of the pattern `opening`, and the text up to the closing tag."""
     found, tags, start = [], re.compile(opening), 0
     while (tag := tags.search(text, start)) and (end := text.find(closing, tag.end())) >= 0:
         found.append((tag[1], text[tag.end() : end]))
@@ -79,7 +79,7 @@ def _tagged(text: str, opening: str, closing: str) -> list[tuple[str, str]]:
 
 
 def _json(tag: str, text: str, tools: Tools) -> ParsedReply:
-    """<tag>{"name": ..., "arguments": {...}}</tag>, or a list of these, or one in each line"""
+    """Parse calls written as <tag>{"name": ..., "arguments": {...}}</tag>, a list of these, or one in each line."""
     outside, blocks, problem = _blocks(text, f"<{tag}>", f"</{tag}>")
     calls: list[ToolCall] = []
     for block in blocks:
@@ -91,7 +91,7 @@ def _json(tag: str, text: str, tools: Tools) -> ParsedReply:
 
 
 def _functions(tag: str, text: str, tools: Tools) -> ParsedReply:
-    """<tag><function=NAME><parameter=KEY>VALUE</parameter></function></tag>"""
+    """Parse calls written as <tag><function=NAME><parameter=KEY>VALUE</parameter></function></tag>"""
     outside, blocks, problem = _blocks(text, f"<{tag}>", f"</{tag}>")
     calls = []
     for block in blocks:
@@ -102,7 +102,8 @@ def _functions(tag: str, text: str, tools: Tools) -> ParsedReply:
 
 
 def _invoke(prefix: str, tag: str, text: str, tools: Tools) -> ParsedReply:
-    """<tag><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></tag>; inner tags have a prefix"""
+    """Parse calls written as <tag><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></tag>. The names
+    of the inner tags begin with `prefix`."""
     outside, blocks, problem = _blocks(text, f"<{tag}>", f"</{tag}>")
     calls = []
     for block in blocks:
@@ -116,7 +117,7 @@ def _invoke(prefix: str, tag: str, text: str, tools: Tools) -> ParsedReply:
 
 
 def _glm(text: str, tools: Tools) -> ParsedReply:
-    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"""
+    """Parse calls written as <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"""
     outside, blocks, problem = _blocks(text, "<tool_call>", "</tool_call>")
     calls = []
     for block in blocks:
@@ -129,7 +130,7 @@ def _glm(text: str, tools: Tools) -> ParsedReply:
 
 
 def _llama(text: str, tools: Tools) -> ParsedReply:
-    """{"name": ..., "parameters": {...}} as the whole reply, possibly after <|python_tag|>; further calls after ;"""
+    """Parse a reply that is {"name": ..., "parameters": {...}}, possibly after <|python_tag|>; ";" divides calls"""
     tag, body = text.strip().startswith("<|python_tag|>"), text.strip().removeprefix("<|python_tag|>").strip()
     if not tag and not re.match(r'\{\s*"(name|type|function)"', body):
         return ParsedReply(text)
@@ -147,7 +148,7 @@ def _llama(text: str, tools: Tools) -> ParsedReply:
 
 
 def _mistral(text: str, tools: Tools) -> ParsedReply:
-    """[TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]NAME[ARGS]{...}"""
+    """Parse calls written as [TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]NAME[ARGS]{...}"""
     outside, *blocks = text.split("[TOOL_CALLS]")
     calls: list[ToolCall] = []
     for block in blocks:
@@ -161,7 +162,7 @@ def _mistral(text: str, tools: Tools) -> ParsedReply:
 
 
 def _gemma(text: str, tools: Tools) -> ParsedReply:
-    """<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>, with texts between <|"|>"""
+    """Parse calls written as <|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>, where <|"|> quotes texts"""
     outside, blocks, problem = _blocks(text, "<|tool_call>", "<tool_call|>")
     calls = []
     for block in blocks:
@@ -178,7 +179,7 @@ def _deepseek_token(words: str) -> str:
 
 
 def _deepseek(text: str, tools: Tools) -> ParsedReply:
-    """DeepSeek's calls between special tokens; models before V3.1 write the arguments in a fenced block."""
+    """Parse DeepSeek's calls between special tokens; models before V3.1 write the arguments in a fenced block."""
     outside, calls_begin, body = text.partition(_deepseek_token("tool calls begin"))
     _, blocks, problem = _blocks(body, _deepseek_token("tool call begin"), _deepseek_token("tool call end"))
     calls = []
@@ -192,7 +193,7 @@ def _deepseek(text: str, tools: Tools) -> ParsedReply:
 
 
 def _kimi(text: str, tools: Tools) -> ParsedReply:
-    """<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>"""
+    """Parse calls written as <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>"""
     outside, section, body = text.partition("<|tool_calls_section_begin|>")
     _, blocks, problem = _blocks(body, "<|tool_call_begin|>", "<|tool_call_end|>")
     parts = [block.partition("<|tool_call_argument_begin|>") for block in blocks]
@@ -201,7 +202,7 @@ def _kimi(text: str, tools: Tools) -> ParsedReply:
 
 
 def _cohere(text: str, tools: Tools) -> ParsedReply:
-    """<|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]<|END_ACTION|>"""
+    """Parse calls written as <|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]<|END_ACTION|>"""
     outside, blocks, problem = _blocks(text, "<|START_ACTION|>", "<|END_ACTION|>")
     calls = []
     for block in blocks:
@@ -214,7 +215,7 @@ def _cohere(text: str, tools: Tools) -> ParsedReply:
 
 
 def _python(text: str, tools: Tools) -> ParsedReply:
-    """<|tool_call_start|>[NAME(KEY=VALUE), ...]<|tool_call_end|>, in Python"""
+    """Parse calls written as a list in Python: <|tool_call_start|>[NAME(KEY=VALUE), ...]<|tool_call_end|>"""
     outside, blocks, problem = _blocks(text, "<|tool_call_start|>", "<|tool_call_end|>")
     calls: list[ToolCall] = []
     for block in blocks:
@@ -231,7 +232,7 @@ def _python(text: str, tools: Tools) -> ParsedReply:
 
 
 def _harmony(text: str, tools: Tools) -> ParsedReply:
-    """Messages of channels: analysis is thinking, a message to functions.NAME is a call, others are text."""
+    """Parse gpt-oss's messages: channel analysis is thinking, a message to functions.NAME a call, others are text."""
     thinking, said, calls = [], [], []
     for part in text.split("<|start|>"):
         header, tag, body = part.partition("<|message|>")
@@ -250,7 +251,7 @@ def _harmony(text: str, tools: Tools) -> ParsedReply:
 
 
 def _named(name: str, arguments: str) -> ToolCall:
-    """Return a call whose arguments are JSON text."""
+    """Return a tool call, given its arguments as JSON text."""
     return call_of({"name": name.strip(), "arguments": arguments.strip()})
 
 
@@ -263,7 +264,7 @@ def _first_json(text: str) -> Any:
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCall:
-    """Return a call from names and values without quotes; the tool's schema gives their types."""
+    """Return a tool call from pairs of an argument's name and unquoted value, converted by the tool's schema."""
     name = name.strip()
     if not name:
         return ToolCall(problem="a tool call has no name")
@@ -274,8 +275,8 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCal
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return an argument's value: the text if the schema's type is string or it isn't JSON, else the JSON value.
-    Removes a line end on either side."""
+    """Return an argument's value: the text if the schema's type is string or the text isn't JSON, else the JSON
+    value. Removes a line end on either side."""
     text = text.removeprefix("\n").removesuffix("\n")
     if schema.get("type") == "string":
         return text
@@ -284,7 +285,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 DSML = "\uff5cDSML\uff5c"
-"""Prefix of the tags of DeepSeek since V3.2."""
+"""Prefix of the tags in which DeepSeek's models since V3.2 write calls."""
 REPLY_FORMATS = (
     ReplyFormat("gpt-oss", _harmony),
     ReplyFormat("deepseek", _deepseek),
@@ -304,7 +305,7 @@ REPLY_FORMATS = (
     ReplyFormat("tool-calls", partial(_json, "tool_calls")),
     ReplyFormat("llama3", _llama),
 )
-"""All formats, named after the models that write them."""
+"""All known formats of tool calls, named after the models that write them."""
 
 
 THINKING_TAGS = (
@@ -334,11 +335,12 @@ PROBE_TOOLS = [
         },
     }
 ]
-"""Tool of PROBE, a call that shows in which format a chat template writes calls."""
+"""Schema of the tool that PROBE calls. PROBE shows in which format a chat template writes calls."""
 
 
 def reply_format(template: ChatTemplate) -> ReplyFormat | None:
-    """Return the format in which a chat template writes calls; None if it writes none, or in no known format."""
+    """Return the format in which a chat template writes tool calls; None if it writes no calls, or in an unknown
+    format."""
     asked: Message = {"role": "user", "content": "Zq-question-qZ"}
     for tools, as_text in product((PROBE_TOOLS, []), (False, True)):  # some templates take no tools, or text arguments
         arguments = json.dumps(PROBE.arguments) if as_text else PROBE.arguments
@@ -396,7 +398,7 @@ def parse_reply(
 
 
 def _split_thinking(text: str, in_thinking: bool) -> tuple[str, str]:
-    """Return thinking and the text after it."""
+    """Return a reply's thinking, and the text after the thinking."""
     for begin, end in THINKING_TAGS:
         begun = text.lstrip().startswith(begin)
         before, closing, after = text.partition(end)

@@ -93,7 +93,7 @@ class Bm25:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
+    """Return the words of a document or query in lower case."""
     return _WORD.findall(text.lower())
 
 

@@ -42,16 +42,16 @@ class CannotContinue(ValueError):
 
 @dataclass(frozen=True)
 class _ControlTokens:
-    """A tokenizer's control tokens, which mean more than their text."""
+    """A tokenizer's special tokens, and the tags of its chat template."""
 
     special: Mapping[int, str]
-    """Special tokens by id. The model stops at one of them."""
+    """Texts of special tokens, by token id. The model stops at one of these tokens."""
     texts: tuple[str, ...]
     """Texts of special tokens and of the chat template's tags; in an environment's messages they become plain text."""
     run: re.Pattern[str]
-    """Consecutive special tokens, with white space around."""
+    """Pattern of consecutive special tokens with the white space around them."""
     anchor: tuple[int, str] | None
-    """A special token, as id and text, that doesn't strip the text around it; None if there is none."""
+    """Id and text of a special token that doesn't strip white space around it; None if there is none."""
 
 
 @lru_cache(maxsize=4)
@@ -68,14 +68,14 @@ def _control_tokens(tokenizer: PromptTokenizer) -> _ControlTokens:
 
 
 LONGEST_TAG = 32
-"""Maximum number of tokens of a thinking tag with white space after it."""
+"""Maximum length of a thinking tag and the white space after it, in tokens."""
 COLUMNS = np.dtype([("tokens", np.int32), ("loss_mask", np.uint8), ("logprobs", np.float32), ("versions", np.int64)])
-"""Columns of a history, those of `relaxd.board.schema`."""
+"""Types of a token history's columns, which `relaxd.board.schema` defines."""
 
 
 def _segment(tokens: Sequence[int], mask: int, logprobs: Sequence[float] | float, versions: Any) -> np.ndarray:
-    """Return the columns of one reply, or of the messages between two replies; log-probs and versions may be one number
-    for all."""
+    """Return the columns of one reply, or of the messages between two replies. A single log-prob or version counts for
+    all tokens."""
     segment = np.empty(len(tokens), COLUMNS)
     for name, values in zip(COLUMNS.fields or (), (tokens, mask, logprobs, versions), strict=True):
         segment[name] = values
@@ -83,7 +83,7 @@ def _segment(tokens: Sequence[int], mask: int, logprobs: Sequence[float] | float
 
 
 class TokenHistory:
-    """A conversation's prompt and the tokens after it; the model wrote those with loss_mask 1."""
+    """Tokens of a conversation: the prompt, then replies (loss_mask 1) and the messages between them (loss_mask 0)."""
 
     def __init__(
         self,
@@ -122,9 +122,9 @@ class TokenHistory:
         if opened:
             asked = replace(asked, prompt=[*example.messages, *map(self._as_plain_text, opened)])
         self.opens_thinking = False
-        """True if the context ends with the opening tag of thinking."""
+        """True if the conversation so far ends with the opening tag of thinking."""
         self.media: list[StoredMedia] = []
-        """Media in the context, with their positions."""
+        """Media items in the conversation so far, with the indices of their tokens."""
         self.prompt_tokens: list[int] = list(tokens)
         """Token ids of the engine's first prompt."""
         if tokens:
@@ -138,14 +138,14 @@ class TokenHistory:
         if self._messages[-1]["role"] == "assistant":  # the first reply is the rest of this message
             self._messages = self._messages[:-1]
         self._asked = self._messages
-        """Messages before the first reply."""
+        """The conversation's messages before the first reply."""
         self._text_arguments = False
-        """True if the template needs the arguments of calls as text."""
+        """True if the chat template needs a tool call's arguments as JSON text, not as an object."""
         self._segments: list[np.ndarray] = []
         self._to_reply: list[np.ndarray] = []
-        """The segments as they were when the last reply was appended."""
+        """Columns of the replies and of the messages between them, up to the end of the last reply."""
         self.media_to_last_reply: list[StoredMedia] = []
-        """Media in the context up to the end of the last reply."""
+        """Media items in the conversation up to the end of the last reply."""
         self._reply_ends: list[int] = []
         self._replied = False
         self._stop: int | None = None
@@ -158,7 +158,7 @@ class TokenHistory:
 
     @property
     def length(self) -> int:
-        """Number of tokens after the prompt."""
+        """Number of the conversation's tokens after the prompt."""
         return sum(map(len, self._segments))
 
     @property
@@ -168,7 +168,8 @@ class TokenHistory:
         return _joined(self._segments)
 
     def to_last_reply(self) -> dict[str, np.ndarray]:
-        """Return the columns tokens, loss_mask, logprobs and versions up to the end of the last reply."""
+        """Return the conversation's columns tokens, loss_mask, logprobs and versions up to the end of the last
+        reply."""
         joined = _joined(self._to_reply)
         return {name: np.ascontiguousarray(joined[name]) for name in COLUMNS.fields or ()}
 
@@ -251,7 +252,7 @@ class TokenHistory:
         return len(tokens)
 
     def kept_by(self, prompt: Sequence[int]) -> int:
-        """Return the number of this history's tokens with which a prompt begins; 0 if the prompt doesn't continue it.
+        """Return how many of this history's tokens are the beginning of `prompt`; 0 if it doesn't continue the history.
 
         The prompt may replace the special token that ended the last reply.
         """
@@ -262,8 +263,8 @@ class TokenHistory:
         return kept if self._replied and list(prompt[:kept]) == context[:kept] else 0
 
     def add_tokens(self, prompt: Sequence[int]) -> None:
-        """Append the tokens of a prompt of token ids after the last reply. Raises ValueError if it doesn't continue the
-        history."""
+        """Append the tokens by which a prompt, given as token ids, continues this history after the last reply. Raises
+        ValueError if it doesn't continue the history."""
         if not (kept := self.kept_by(prompt)):
             raise ValueError("add_tokens needs a prompt that continues the history, with a reply before")
         version, new = int(self._segments[-1]["versions"][-1]), prompt[kept:]
@@ -275,12 +276,13 @@ class TokenHistory:
         self._replied = False
 
     def _note_end(self, tokens: Sequence[int]) -> None:
-        """Record whether tokens end with the opening tag of thinking."""
+        """Set `opens_thinking`: True if `tokens`, the conversation's last ones, end with the opening tag of
+        thinking."""
         self.opens_thinking = _opens_thinking(self._tokenizer.decode(tokens[-LONGEST_TAG:], special=True))
 
     def _join(self, tail: str) -> tuple[str, bool, tuple[int, str] | None]:
-        """Return the text to append after a reply, whether to keep the sampled stop token, and a special token before
-        the text."""
+        """Return how text joins a reply: the text to append, whether to keep the sampled stop token, and the special
+        token before the text."""
         if self._stop is None:
             return tail, True, self._controls.anchor
         stop = self._controls.special[self._stop]
@@ -312,7 +314,7 @@ class TokenHistory:
         raise CannotContinue(problem)
 
     def _marked(self) -> Iterator[tuple[list[Message], bool]]:
-        """Yield the messages with a mark at the end of the last reply, and whether calls have their arguments as text.
+        """Yield the messages with a mark at the end of the last reply, and True if calls' arguments are JSON text.
 
         The mark is first in the last call's arguments, if there are calls; then, for templates that omit calls or
         accept only one, in the content of the message without calls.
@@ -329,9 +331,10 @@ class TokenHistory:
         yield [*without[:-1], {**without[-1], "content": self._mark}], self._text_arguments
 
     def _after_calls(self, tail: str, reply: Message) -> str:
-        """Remove the rest of the last call from the tail, which then begins with the end of the model's turn.
+        """Return `tail`, the text after the mark, without the rest of the last tool call. The result begins with the
+        end of the model's turn.
 
-        A render without the next messages shows where they begin.
+        A rendered conversation without the next messages shows where these messages begin.
         """
         closed = self._template.render_closed([*self._asked, reply], self._tools, now=self._now)
         closed = closed.partition(self._mark)[2]
@@ -352,7 +355,7 @@ class TokenHistory:
         return text
 
     def _marked_tools(self) -> list[Any]:
-        """Return the tools with a mark in the first one's description."""
+        """Return the tools' schemas with a mark in the first tool's description."""
         if not self._tools or not isinstance(self._tools[0].get("function"), Mapping):
             return self._tools
         function = self._tools[0]["function"]
@@ -383,7 +386,7 @@ class TokenHistory:
         return {name: self._all_broken(value) for name, value in {**message, "content": content}.items()}
 
     def _all_broken(self, value: Any) -> Any:
-        """Return a JSON value with its texts broken up as by `_broken`."""
+        """Return a JSON value in which break marks divide all control tokens, as in `_broken`."""
         if isinstance(value, dict):
             return {name: self._all_broken(one) for name, one in value.items()}
         if isinstance(value, list):
@@ -397,8 +400,8 @@ class TokenHistory:
         return text
 
     def _expanded(self, short: list[int], media: Sequence[StoredMedia]) -> tuple[list[int], list[StoredMedia]]:
-        """Expand each media token to the item's tokens. Returns the ids, and the media with their positions. Raises
-        CannotContinue."""
+        """Expand each media token to the tokens of its item. Returns the token ids, and the media with their positions.
+        Raises CannotContinue."""
         if not media:
             return short, []
         if self._tokenizer.vision is None:
@@ -434,7 +437,7 @@ def _joined(segments: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _with_arguments(message: Message, as_text: bool) -> Message:
-    """Return a message whose calls have their arguments as an object, or with `as_text` as JSON text."""
+    """Return a message in which the arguments of tool calls are objects, or with `as_text` JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = []

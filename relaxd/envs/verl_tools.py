@@ -24,7 +24,7 @@ CALL_SECONDS = 5.0
 
 
 class ToolFailure(RuntimeError):
-    """A tool can't begin a conversation, score it or end it. The message names the tool and the place in its file."""
+    """A tool failed to begin, score or end a conversation. The message names the tool and the place in its file."""
 
 
 class BadToolResult(ValueError):
@@ -41,7 +41,7 @@ class VerlTools:
         call_seconds: float = CALL_SECONDS,
         max_calls: int = 0,
     ) -> None:
-        """Prepare a conversation; `reset` begins it.
+        """Prepare a conversation, which `reset` begins.
 
         Args:
             tools: tool objects like verl's BaseTool, by name.
@@ -63,7 +63,7 @@ class VerlTools:
         self._instances: dict[str, Any] = {}
 
     async def reset(self) -> None:
-        """Create every tool's instance. Raises ToolFailure."""
+        """Begin the conversation: create an instance of each tool. Raises ToolFailure."""
         for name in self._tools:
             given = self._given(name, "create")
             own = str(uuid4())
@@ -91,7 +91,8 @@ class VerlTools:
         return answers, {"reward": reward, "calls": float(len(answers)), "errors": errors}
 
     async def final_reward(self) -> float:
-        """Return the sum of the tools' rewards for the whole conversation. Raises ToolFailure and BadToolResult."""
+        """Return the sum of the rewards that the tools give for the whole conversation. Raises ToolFailure and
+        BadToolResult."""
         total = 0.0
         for name, instance in self._instances.items():
             value = await self._must(name, "calc_reward", instance, **self._given(name, "calc_reward"))
@@ -99,7 +100,7 @@ class VerlTools:
         return total
 
     async def close(self) -> None:
-        """Release every created instance, and then raise the first ToolFailure, if any."""
+        """Release every tool's instance. Then raise the first ToolFailure, if a release failed."""
         problems = []
         while self._instances:
             name, instance = self._instances.popitem()
@@ -131,7 +132,7 @@ class VerlTools:
         return _text(result[0]), _number(result[1], f"the step reward of the tool {call.name}")
 
     def _given(self, name: str, method: str) -> dict[str, Any]:
-        """Return the row's extra arguments for a tool's method."""
+        """Return the extra arguments for a tool's method that the prompt's tools_kwargs give."""
         given = self._kwargs.get(name, {}).get(f"{method}_kwargs") or {}
         return {key: value for key, value in given.items() if value is not None and key != "instance_id"}
 
@@ -161,7 +162,8 @@ class VerlTools:
 
 
 def _text(answer: Any) -> str:
-    """Return the text of a tool's answer: a text, a mapping or an object of verl with `text`. Images are left out."""
+    """Return the text of a tool's answer: the answer itself, or its `text` if it is a mapping or verl's object. Images
+    are left out."""
     text = answer.get("text") if isinstance(answer, Mapping) else getattr(answer, "text", answer)
     return "" if text is None else str(text)
 
@@ -175,7 +177,7 @@ def _number(value: Any, what: str) -> float:
 
 
 class VerlToolsEnvironment(Environment):
-    """A conversation with the verl tools of a file.
+    """A conversation with the tools of a file in verl's form.
 
     A message without a call ends it; then the tools score it. The reward is the sum of all step rewards and of the
     tools' calc_reward at the end. Numbers: `calls` and `errors`.
@@ -204,7 +206,7 @@ class VerlToolsEnvironment(Environment):
         await self._conversation.reset()
 
     async def step(self, reply: Reply) -> Step:
-        """Execute the calls of a message. Raises BadToolResult, ToolFailure."""
+        """Execute the tool calls in a message of the model. Raises BadToolResult, ToolFailure."""
         assert self._conversation is not None
         if reply.problem and not reply.tool_calls:
             self._totals["errors"] += 1
@@ -223,7 +225,8 @@ class VerlToolsEnvironment(Environment):
 
 
 def tools_kwargs(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a row's extra_info.tools_kwargs; without it, its tools_kwargs. Raises ValueError if it is no object."""
+    """Return a data row's extra_info.tools_kwargs, else the row's tools_kwargs. Raises ValueError if this is no
+    object."""
     extra = metadata.get("extra_info")
     found = extra.get("tools_kwargs") if isinstance(extra, Mapping) else None
     found = metadata.get("tools_kwargs") if found is None else found
@@ -277,7 +280,7 @@ def _made(entry: ToolEntry, path: Path) -> Any:
 
 
 class OpenAIFunctionPropertySchema(BaseModel):
-    """The schema of a parameter."""
+    """Stand-in for verl's class: schema of one parameter of a tool."""
 
     type: str | list[str]
     description: str | None = None
@@ -285,7 +288,7 @@ class OpenAIFunctionPropertySchema(BaseModel):
 
 
 class OpenAIFunctionParametersSchema(BaseModel):
-    """The schema of parameters."""
+    """Stand-in for verl's class: schema of all parameters of a tool."""
 
     type: str
     properties: dict[str, OpenAIFunctionPropertySchema]
@@ -293,7 +296,7 @@ class OpenAIFunctionParametersSchema(BaseModel):
 
 
 class OpenAIFunctionSchema(BaseModel):
-    """The schema of a function."""
+    """Stand-in for verl's class: schema of a tool's function."""
 
     name: str
     description: str
@@ -304,30 +307,30 @@ class OpenAIFunctionSchema(BaseModel):
 
 
 class OpenAIFunctionToolSchema(BaseModel):
-    """The schema of a tool."""
+    """Stand-in for verl's class: schema of a tool."""
 
     type: str
     function: OpenAIFunctionSchema
 
 
 class ToolResponse(BaseModel):
-    """Answer of a tool."""
+    """Stand-in for verl's class: a tool's answer to a call."""
 
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Return True if the response is empty."""
+        """Return True if the tool's answer has neither text nor media."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Return True if the response contains only text."""
+        """Return True if the tool's answer has text and no media."""
         return bool(self.text) and not self.image and not self.video
 
 
 class BaseTool:
-    """The base class of tools."""
+    """Stand-in for verl's base class of tools."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         self.config = config
@@ -336,29 +339,29 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """Return the tool's schema."""
+        """Return the tool's schema, in OpenAI's form."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin a conversation. Returns its id and the tool's first answer."""
+        """Create the tool's instance for a conversation. Returns the instance's id and the tool's first answer."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Execute the call. Returns the answer, a step reward and metrics."""
+        """Execute a tool call. Returns the tool's answer, the step reward and metrics."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """Return the reward of a conversation as a whole."""
+        """Return the tool's reward for the whole conversation."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """End a conversation."""
+        """Release the tool's instance at the end of a conversation."""
 
 
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function without tracing."""
+    """Return a function unchanged. Stand-in for verl's decorator, which traces calls."""
     return function
 
 
@@ -388,7 +391,10 @@ def tool_schema(schema: dict[str, Any]) -> Any:
 
 
 def provide_verl() -> None:
-    """Install the stand-ins unless verl is installed. Raises ImportError if verl is installed but can't be imported."""
+    """Install the stand-ins for verl's modules unless verl is installed.
+
+    Raises ImportError if verl is installed but can't be imported.
+    """
     try:
         import verl.tools.base_tool  # noqa: F401
     except ModuleNotFoundError as error:

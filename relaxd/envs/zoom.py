@@ -9,7 +9,7 @@ from relaxd.media.placeholders import IMAGE
 from relaxd.media.sources import MediaError
 
 FULL = 1000
-"""Coordinate of a picture's right and lower edge; the left and upper edge have 0."""
+"""Coordinate of a picture's right and lower edges. The left and upper edges have the coordinate 0."""
 
 
 class Zoom(ToolsEnvironment):

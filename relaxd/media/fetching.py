@@ -13,24 +13,25 @@ from relaxd.media.sources import MAX_BYTES, MediaError, MediaHostAway, RemoteIte
 from relaxd.waiting import Backoff, waiting
 
 ATTEMPT_SECONDS = 60.0
-"""Time limit of an attempt in seconds, including redirects and the whole body."""
+"""Time limit of one attempt to fetch an item, in seconds, including redirects and the whole body."""
 ATTEMPTS = 3
-"""Maximum number of attempts in all; only temporary faults cause another attempt."""
+"""Maximum number of attempts to fetch an item. Only temporary faults cause another attempt."""
 BACKOFF = Backoff(first_seconds=1.0)
 MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PASSING = (408, 425, 429)
-"""Status codes after which another attempt may succeed, besides 5xx."""
+"""HTTP status codes, besides 5xx, after which another attempt may succeed."""
 _HEADERS = {"Accept-Encoding": "identity"}
-"""Headers that refuse compression: a compressed answer could be larger than its length says."""
+"""Request headers that refuse compression, because a compressed answer could be larger than its length says."""
 
 
 class _PassingFault(Exception):
-    """A status code after which another attempt may succeed."""
+    """The host answered with an HTTP status after which another attempt may succeed."""
 
 
 def fetch(item: RemoteItem) -> bytes:
-    """Return the content of an item, of at most MAX_BYTES. Blocks; call it in a thread without an event loop.
+    """Fetch a media item, and return its content of at most MAX_BYTES. Blocks; call it in a thread without an event
+    loop.
 
     Temporary faults (no answer in time, no connection, HTTP 408, 425, 429 and 5xx) cause another attempt.
 
@@ -65,7 +66,7 @@ async def _fetch(item: RemoteItem) -> bytes:
 
 
 async def _follow(address: URL, item: RemoteItem) -> bytes:
-    """Fetch an address, following redirects. Raises MediaError, _PassingFault, and aiohttp's errors."""
+    """Return the content at an address, following redirects. Raises MediaError, _PassingFault, and aiohttp's errors."""
     first, limit = _host(address), aiohttp.ClientTimeout(total=None)  # the caller has a limit
     jar = aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(timeout=limit, cookie_jar=jar, auto_decompress=False) as session:

@@ -1,4 +1,4 @@
-"""Images in their normal form: upright RGB in the size by the model's rule, stored as PNG. Also cuts images and video
+"""Images in their normal form: upright RGB, resized by the model's rule, stored as PNG. Also cuts images and video
 into patches, the input of vision towers.
 
 The same item with the same rule has the same pixels and the same hash everywhere, so engine and trainer, which fetch an
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORM = "image/1"
-"""Version of the normal form; part of every hash, because another form of the same pixels is another payload."""
+"""Version of images' normal form. It is part of an image's hash, so another version gives other hashes."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Names of the decoded formats. Pillow supports more, some of which run other programs."""
+"""Image formats that are decoded, by Pillow's names. Pillow supports more, some of which run other programs."""
 MAX_PIXELS = 1 << 25
 """Maximum number of pixels of an image before it is resized; a frame of 8K video has slightly fewer."""
 MIN_SIDE = 8
-"""Minimum length of a side, in pixels. A smaller image is a mistake in the data."""
+"""Minimum length of an image's side, in pixels. A smaller image is a mistake in the data."""
 MAX_RATIO = 200
-"""Maximum ratio of the longer to the shorter side, as in the rule of Qwen's models."""
+"""Maximum ratio of an image's longer side to its shorter side, as in the rule of Qwen's models."""
 ORIENTATION = 0x0112
 """EXIF tag of the orientation. Values 5 to 8 mean that the image lies on its side."""
 
@@ -42,22 +42,22 @@ class ImageRule:
     """A model's rule for the size of images: both sides are multiples of `factor`, and the area is within limits."""
 
     patch: int
-    """Side of a patch, in pixels."""
+    """Side length of a patch, in pixels."""
     merge: int
-    """Number of patches, along each side, per token."""
+    """Number of patches along each side of the square that one token covers."""
     min_pixels: int
     max_pixels: int
 
     @property
     def factor(self) -> int:
-        """Side of the square that one token covers, in pixels."""
+        """Side length of the square that one token covers, in pixels."""
         return self.patch * self.merge
 
     def resized(self, width: int, height: int, frames: int = 1, counted: int = 1) -> tuple[int, int]:
-        """Return an image's width and height after resizing: `smart_resize` of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL
-        use, too.
+        """Return width and height in pixels after resizing, by `smart_resize` of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
-        For a video the limits are for the pixels of all `frames`; `counted` frames are compared with them.
+        For a video the limits are for the pixels of all frames: the pixels of `counted` frames are compared with the
+        limits, and a new size is computed for `frames` frames.
         """
         factor = self.factor
         wide, high = round(width / factor) * factor, round(height / factor) * factor
@@ -72,22 +72,22 @@ class ImageRule:
 
 @dataclass(frozen=True)
 class ImageSize:
-    """Sizes of an image, all derived from the original size."""
+    """Sizes of an image: original, after resizing, in patches and in tokens."""
 
     original: tuple[int, int]
-    """Width and height in pixels, upright."""
+    """Width and height of the upright original image, in pixels."""
     normal: tuple[int, int]
-    """Width and height of the normal form."""
+    """Width and height of the normal form, in pixels."""
     grid: tuple[int, int, int]
-    """Numbers of patches of the normal form: 1, rows, columns; the model's image_grid_thw."""
+    """Patches of the normal form: 1, number of rows, number of columns. This is the model's image_grid_thw."""
     tokens: int
     """Number of the image's tokens in a prompt."""
     times: tuple[float, ...] = ()
-    """Always empty: only videos have times."""
+    """Times of a video's frames; always empty for an image."""
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """Texts for people: original size, normal size, and "" for the times."""
+        """Sizes as text to display: the original size, the normal form's size, and "" for the times."""
         return sides(self.original), sides(self.normal), ""
 
     @classmethod
@@ -106,15 +106,15 @@ class NormalImage:
     kind: ClassVar[str] = IMAGE
     media_type: ClassVar[str] = "image/png"
     content: bytes
-    """RGB pixels as PNG, without metadata."""
+    """RGB pixels of the image as PNG, without metadata."""
     sha256: str
-    """Hexadecimal hash of pixels and rule. It doesn't depend on the PNG's bytes, which may differ between versions of
-    Pillow."""
+    """Hexadecimal SHA-256 of the pixels and the model's rule. The PNG's bytes have no part in the hash, because they
+    may differ between versions of Pillow."""
     size: ImageSize
 
 
 def measure_image(source: Any, rule: ImageRule) -> ImageSize:
-    """Return an image's sizes; for most formats it reads only the file's beginning.
+    """Return an image's sizes. Most formats need only the file's beginning for this.
 
     Raises MediaError like `normalise_image`, except for broken pixels.
     """
@@ -156,7 +156,7 @@ def open_upright(source: Any) -> "Image":
 
 
 def sides(size: tuple[int, int]) -> str:
-    """Format a width and a height, such as "640 x 480"."""
+    """Return a width and a height as text, such as "640 x 480"."""
     return f"{size[0]} x {size[1]}"
 
 
@@ -185,7 +185,8 @@ def encode_png(pixels: np.ndarray) -> bytes:
 
 
 def decode_png(png: bytes) -> np.ndarray:
-    """Return the pixels of a normal image, uint8 [height, width, 3], read-only. Raises OSError if it is broken."""
+    """Return the pixels of an image in normal form, uint8 [height, width, 3], read-only. Raises OSError if it is
+    broken."""
     from PIL import Image
 
     pixels = np.array(Image.open(io.BytesIO(png)))
@@ -194,14 +195,16 @@ def decode_png(png: bytes) -> np.ndarray:
 
 
 def pixels_sha256(pixels: np.ndarray, form: str, rule: ImageRule) -> str:
-    """Return the hash of RGB pixels, uint8 [height, width, 3], with their shape and the rule that made them."""
+    """Return the SHA-256 of RGB pixels, uint8 [height, width, 3], together with their shape, `form` and the model's
+    rule."""
     described = json.dumps({"form": form, "shape": pixels.shape, **asdict(rule)}, sort_keys=True)
     return hashlib.sha256(described.encode() + b"\n" + pixels.tobytes()).hexdigest()
 
 
 @contextmanager
 def _opened(source: Any) -> "Iterator[Image]":
-    """Open an image whose header allows decoding. Raises MediaError, also for decoding errors."""
+    """Open an image after checking format and size in its header. Raises MediaError, also for decoding errors in the
+    block."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -241,11 +244,11 @@ def _rgb(image: "Image") -> "Image":
 
 
 SCALE = 1 / 255
-"""Factor from pixel values to 0 to 1, as in every supported image processor."""
+"""Factor that scales pixel values (0 to 255) to 0 to 1, as in every supported image processor."""
 
 
 def cut_patches(pixels: np.ndarray, rule: ImageRule, grid: Grid) -> np.ndarray:
-    """Return the pixels of an item by patch, uint8 [times x rows x columns, 3, frames of a patch, patch, patch].
+    """Cut an image or video into patches of pixels, uint8 [times x rows x columns, 3, frames of a patch, patch, patch].
 
     Args:
         pixels: RGB of the normal form, uint8 [height, width, 3]; both sides are multiples of `rule.factor`.
@@ -267,11 +270,12 @@ def cut_patches(pixels: np.ndarray, rule: ImageRule, grid: Grid) -> np.ndarray:
 def patches(
     pixels: np.ndarray, rule: ImageRule, grid: Grid, mean: Sequence[float], std: Sequence[float], times: int = 2
 ) -> np.ndarray:
-    """Return the normalised patches of an item; for an image the same bits as transformers' Qwen2VLImageProcessorPil.
+    """Return the normalised patches of an image or video. Those of an image equal the output of transformers'
+    Qwen2VLImageProcessorPil bit for bit.
 
     Args:
         pixels: as for `cut_patches`.
-        rule: the model's.
+        rule: the model's rule.
         grid: the item's patches.
         mean: mean of each channel, for values from 0 to 1.
         std: standard deviation of each channel.

@@ -14,21 +14,23 @@ from relaxd.media.sources import MediaError
 from relaxd.media.videos import NormalVideo, VideoSize, measure_video, normalise_video
 
 NormalMedia = NormalImage | NormalVideo | NormalSound
-"""An item in its normal form."""
+"""An image, video or sound in its normal form."""
 MediaSize = ImageSize | VideoSize | SoundSize
-"""Sizes of an item."""
+"""Sizes of an image, video or sound, from the original to the number of tokens."""
 
 
 @dataclass(frozen=True)
 class MediaKind:
-    """Functions for one kind of media."""
+    """Functions that measure, normalise and open items of one kind of media."""
 
     measure: Callable[[Any, Any], MediaSize]
-    """Returns the sizes of an item from its source, by the model's rule for this kind. Raises MediaError."""
+    """Function that returns a media item's sizes from its source, by the model's rule. Raises MediaError."""
     normalise: Callable[[Any, Any], NormalMedia]
-    """Returns an item in its normal form, from its source and the model's rule. Raises MediaError."""
+    """Function that returns a media item in its normal form, from its source and the model's rule. Raises
+    MediaError."""
     open: Callable[[bytes], np.ndarray]
-    """Returns the values of a stored item: RGB pixels, uint8 [height, width, 3], or samples, int16 [samples]."""
+    """Function that decodes a stored item, and returns its RGB pixels, uint8 [height, width, 3], or its sound, int16
+    [samples]."""
 
 
 MEDIA_KINDS: Mapping[str, MediaKind] = {
@@ -36,17 +38,17 @@ MEDIA_KINDS: Mapping[str, MediaKind] = {
     VIDEO: MediaKind(measure_video, normalise_video, decode_png),
     AUDIO: MediaKind(measure_sound, normalise_sound, decode_wav),
 }
-"""All kinds by name."""
+"""All kinds of media by name."""
 
 
 Item = TypeVar("Item")
 
 
 class RecentItems(Generic[Item]):
-    """Cache of recently used items, by name. For one thread."""
+    """Cache of the most recently used items by name, up to a total size. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Create an empty cache.
+        """Create an empty cache of items.
 
         Args:
             max_bytes: maximum size of the items that are kept, in bytes.
@@ -56,7 +58,7 @@ class RecentItems(Generic[Item]):
         self._items: OrderedDict[str, tuple[Item, int]] = OrderedDict()
 
     def get(self, name: str) -> Item | None:
-        """Return an item; None if it isn't in the cache."""
+        """Return the cached item of a name; None if the cache lacks it."""
         found = self._items.get(name)
         return None if found is None else found[0]
 
@@ -70,16 +72,16 @@ class RecentItems(Generic[Item]):
             self._bytes -= old
 
     def clear(self) -> None:
-        """Remove all items."""
+        """Remove all items from the cache."""
         self._items.clear()
         self._bytes = 0
 
 
 class MediaCache:
-    """Cache of recently used pixels and samples of media. For one thread."""
+    """Cache of recently used media in decoded form: pixels of images and videos, samples of sounds. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Make an empty cache.
+        """Create an empty cache of decoded media.
 
         Args:
             max_bytes: maximum size of the cache, in bytes. A larger item is returned but not kept.
@@ -89,7 +91,7 @@ class MediaCache:
     def load(
         self, kinds: Mapping[str, str], fetch: Callable[[Sequence[str]], Mapping[str, bytes]]
     ) -> dict[str, np.ndarray]:
-        """Return pixels or samples of media by their hashes (`MediaKind.open`), read-only.
+        """Return media in decoded form (`MediaKind.open`) by their hashes. The arrays are read-only.
 
         Args:
             kinds: the kind of each item by its hash.

@@ -16,82 +16,83 @@ import numpy as np
 from relaxd.media.sources import MediaError
 
 TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
-"""Modalities of tokens, the values of `Layout.modality`."""
+"""Modalities of tokens: text, image, video and sound. These are the values of `Layout.modality`."""
 NONE = -1
-"""Id that stands for a token that the model lacks."""
+"""Token id that means: the model has no such token."""
 Grid = tuple[int, ...]
-"""Size of an item at the input of the model's towers. Image or video: numbers of patches by time (1 for an image), rows
-and columns. Sound: number of spectrogram frames, 100 per second. Video with its own sound: the video's three numbers,
-then the sound's."""
+"""Size of a media item at the input of the model's towers. Image or video: numbers of patches by time (1 for an image),
+rows and columns. Sound: number of spectrogram frames, 100 per second. Video with its own sound: the video's three
+numbers, then the sound's."""
 SECOND_FRAMES, SECOND_TOKENS = 100, 13
-"""Numbers of spectrogram frames and of tokens per second of sound."""
+"""Number of spectrogram frames per second of sound, and number of tokens per second of sound."""
 Labels = Sequence[Sequence[int]]
-"""Token ids of the texts with a video's times, one text per time. Empty texts for Qwen3-Omni; no texts for an image or
-a sound."""
+"""Token ids of the texts that state a video's times, one text before each time. The texts are empty for Qwen3-Omni; an
+image or a sound has none."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """T consecutive tokens of an item: an image, a video or one of its times, or a sound."""
+    """T consecutive tokens that stand for an image, a sound, a whole video or one time of a video."""
 
     offsets: np.ndarray
-    """Positions relative to that of the first token, float64 [3, T]."""
+    """Positions of the tokens by time, row and column, relative to the first token's position, float64 [3, T]."""
     advance: int
-    """Distance from the first token's position to the position after the tokens."""
+    """Difference between the position of the token after the run and that of the run's first token."""
     heard: np.ndarray
-    """True for tokens of sound, bool [T]."""
+    """True for each token that stands for sound, bool [T]."""
     rows: np.ndarray
-    """Row of each token in the towers' output for the run, int64 [T]; rows of frames come before rows of sound."""
+    """Index of each token's row in the towers' output for the run, int64 [T]. Rows of frames come before rows of
+    sound."""
 
     @classmethod
     def of(cls, offsets: np.ndarray, advance: int, *, heard: bool = False) -> Self:
-        """Return a run of frames only, or with `heard` of sound only."""
+        """Return a run whose tokens are all of frames, or with `heard` all of sound."""
         count = offsets.shape[1]
         return cls(offsets, advance, np.full(count, heard), np.arange(count))
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens in the run."""
         return self.offsets.shape[1]
 
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Token ids for images, video and sound in a model's prompts."""
+    """Ids of the tokens that stand for media in a model's prompts, and how the model lays media out."""
 
     token: int
-    """Id of the image token."""
+    """Id of the token that stands for a part of an image."""
     merge: int
-    """Number of patches, along each side, per token."""
+    """Number of patches along each side of the square that one token covers."""
     video: int = NONE
-    """Id of the video token."""
+    """Id of the token that stands for a part of a video."""
     start: int = NONE
     """Id of the token before each time of a video; NONE if the model lays out a video as a single block."""
     end: int = NONE
     """Id of the token after each time of a video."""
     audio: int = NONE
-    """Id of the token of sound."""
+    """Id of the token that stands for a part of a sound."""
     sound_start: int = NONE
     """Id of the token before a video with sound."""
     sound_end: int = NONE
     """Id of the token after a video with sound."""
     second: int = 0
-    """Number of positions per second of a single-block video."""
+    """Number by which positions advance per second of a video that is laid out as a single block."""
 
     @property
     def modalities(self) -> dict[int, int]:
-        """Modality of each token of media that the model has, by id."""
+        """Modalities (IMAGE, VIDEO or AUDIO) of the model's media tokens, by token id."""
         ids = {self.token: IMAGE, self.video: VIDEO, self.audio: AUDIO}
         return {token: modality for token, modality in ids.items() if token != NONE}
 
     def count(self, grid: Grid) -> int:
-        """Return the number of an item's tokens of media."""
+        """Return the number of media tokens that stand for an item of this size."""
         if is_sound(grid):
             return sound_tokens(grid[0])
         own = sum(map(sound_tokens, grid[3:]))
         return grid[0] * grid[1] * grid[2] // self.merge**2 + own
 
     def runs(self, grid: Grid, times: Sequence[float] = ()) -> "list[Run]":
-        """Return the runs of an item's tokens. Between runs there may be text.
+        """Return the runs of consecutive tokens that stand for an item. Between runs there may be text.
 
         Args:
             grid: the item's size.
@@ -123,15 +124,16 @@ class MediaTokens:
         return [_merged(offsets, _line(sound_tokens(grid[3])))]
 
     def token_of(self, grid: Grid, labels: Labels) -> int:
-        """Return the id of the token that a template writes for an item."""
+        """Return the id of the single token that a chat template writes for an item."""
         return self.audio if is_sound(grid) else self.video if labels else self.token
 
     def offset(self, grid: Grid, labels: Labels) -> int:
-        """Return the index of an item's first token of media among its ids."""
+        """Return the index of the first media token among all token ids of an item."""
         return len(labels[0]) + 1 if labels and self.start != NONE else int(len(grid) > 3)
 
     def of_item(self, grid: Grid, labels: Labels, times: Sequence[float] = ()) -> np.ndarray:
-        """Return an item's token ids, int32 [T]. Raises MediaError like `runs`."""
+        """Return the T token ids that stand for an item, markers and labels included, int32 [T]. Raises MediaError like
+        `runs`."""
         if len(grid) > 3:
             (run,) = self.runs(grid, times)
             marked = [self.sound_start, *np.where(run.heard, self.audio, self.video), self.sound_end]
@@ -143,19 +145,20 @@ class MediaTokens:
 
 
 def is_sound(grid: Grid) -> bool:
-    """Return True for the size of a sound."""
+    """Return True if `grid` is the size of a sound."""
     return len(grid) == 1
 
 
 def _line(count: int) -> np.ndarray:
-    """Return the offsets of tokens whose positions advance like text, float64 [3, count]."""
+    """Return position offsets that advance by 1 per token, as in text, float64 [3, count]."""
     return np.tile(np.arange(count, dtype=np.float64), (3, 1))
 
 
 def _merged(seen: np.ndarray, heard: np.ndarray) -> Run:
     """Merge a video and its own sound into one run, ordered by time offset, the video first at equal times.
 
-    The position after the run follows its last tokens of one modality, as in transformers.
+    As in transformers, the position after the run follows the largest one of its last consecutive tokens of one
+    modality.
     """
     offsets = np.concatenate([seen, heard], axis=1)
     rows = np.argsort(offsets[0], kind="stable")
@@ -165,24 +168,25 @@ def _merged(seen: np.ndarray, heard: np.ndarray) -> Run:
 
 
 def sound_tokens(frames: int) -> int:
-    """Return the number of tokens of a sound: three convolutions each halve the frames of each second, rounding up."""
+    """Return the number of tokens of a sound with `frames` spectrogram frames. Three convolutions each halve the number
+    of frames in each second, rounding up."""
     seconds, rest = divmod(frames, SECOND_FRAMES)
     return seconds * SECOND_TOKENS + -(-rest // 8)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The T tokens that the model sees, with modalities and positions."""
+    """Layout of the T tokens that the model sees: ids, modalities and positions."""
 
     tokens: np.ndarray
-    """Token ids, int32 [T]."""
+    """Ids of the T tokens, int32 [T]."""
     modality: np.ndarray
-    """TEXT, IMAGE, VIDEO or AUDIO, uint8 [T]."""
+    """Modality of each token: TEXT, IMAGE, VIDEO or AUDIO, uint8 [T]."""
     rows: np.ndarray
-    """Row of each of the M tokens of media in the towers' output for all items, int64 [M]. Rows ascend, except in a
-    video with its own sound, where the rows of frames come before those of the sound."""
+    """Index, for each of the M media tokens, of its row in the towers' output for all items, int64 [M]. Rows ascend,
+    except in a video with its own sound, where the rows of frames come before those of the sound."""
     positions: np.ndarray
-    """Positions by time, row and column, float32 [3, T]."""
+    """Position of each token by time, row and column (M-RoPE), float32 [3, T]."""
     next_position: float
     """Position, on all three axes, of the answer's first token. Answers may sample image tokens, which count as
     text."""
@@ -195,7 +199,7 @@ def expand(
     labels: Sequence[Labels] = (),
     times: Sequence[Sequence[float]] = (),
 ) -> np.ndarray:
-    """Replace each item's single token by all of its tokens.
+    """Replace the single token of each media item in a prompt by all tokens of the item.
 
     Args:
         short: ids with one token per item.
@@ -237,7 +241,7 @@ def lay_out(
     begins: Sequence[int] | None = None,
     times: Sequence[Sequence[float]] = (),
 ) -> Layout:
-    """Return modality and positions of expanded ids.
+    """Return modality and position of each token, for token ids in which media items are expanded.
 
     An image of h rows and w columns of tokens that begins at p has the positions (p, p + row, p + column), and the next
     token has the position p + max(h, w). Each time of a video is laid out like an image. In a single-block video,
@@ -303,7 +307,8 @@ def lay_out(
 
 
 def _begins(item: Sequence[Run], begin: int, places: np.ndarray) -> list[int]:
-    """Return the index of the first token of each of an item's runs. Raises MediaError if a run has no token left.
+    """Return for each run of an item the index of the run's first token. Raises MediaError if there is no token left
+    for a run.
 
     Args:
         item: the item's runs.

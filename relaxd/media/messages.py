@@ -1,4 +1,4 @@
-"""Messages of conversations: conversion between the form that rewards get and protos.
+"""Messages of conversations: conversion between protos and the form that rewards get.
 
 Also extracts the text between tags such as <answer>, and removes thinking from responses.
 """
@@ -11,17 +11,18 @@ from typing import Any
 from relaxd.v1 import content_pb2
 
 Message = dict[str, Any]
-"""A message: {"role": "user", "content": [part, ...]}. A part is {"type": "text", "text": ...}, or media by reference:
-{"type": "image" | "audio" | "video", "uri": ..., "media_type": "image/png", "sha256": hexadecimal digits or ""}."""
+"""A message in the form that rewards get: {"role": "user", "content": [part, ...]}. A part is {"type": "text", "text":
+...}, or media by reference: {"type": "image" | "audio" | "video", "uri": ..., "media_type": "image/png", "sha256":
+hexadecimal digits or ""}."""
 
 
 def text_message(role: str, text: str) -> Message:
-    """Return a message of one text."""
+    """Return a message with `text` as its only part."""
     return {"role": role, "content": [{"type": "text", "text": text}]}
 
 
 def to_proto(messages: Iterable[Mapping[str, Any]]) -> list[content_pb2.Message]:
-    """Convert messages to protos. Their content may also be a plain text, as in chat data."""
+    """Convert messages to protos. A message's content may also be a plain text, as in chat data."""
     return [
         content_pb2.Message(role=message["role"], content=map(_part_to_proto, _parts(message["content"])))
         for message in messages
@@ -29,7 +30,7 @@ def to_proto(messages: Iterable[Mapping[str, Any]]) -> list[content_pb2.Message]
 
 
 def from_proto(messages: Iterable[content_pb2.Message]) -> list[Message]:
-    """Convert protos to messages. Each part must be set."""
+    """Convert protos to messages. Each content part in the protos must be set."""
     return [{"role": message.role, "content": [_part(part) for part in message.content]} for message in messages]
 
 
@@ -38,10 +39,11 @@ _OTHERS = ("user", "tool", "system")
 
 
 def text_and_media(messages: Sequence[content_pb2.Message], role: str) -> tuple[str, tuple[Message, ...]]:
-    """Return the text of the last message that counts, and all messages, or () if they are only that text by `role`.
+    """Return the text of a prompt or an answer, and its messages, or () if they are only that text by `role`.
 
-    For a prompt (role "user") the last message that isn't the assistant's counts, because a final assistant message
-    begins the answer. For an answer the assistant's last message counts; the others are an environment's.
+    A prompt (role "user") has its text in the last message that isn't the assistant's, because a final assistant
+    message begins the answer. An answer has its text in the assistant's last message; other messages are an
+    environment's.
     """
     if not messages:
         return "", ()
@@ -55,7 +57,7 @@ def text_and_media(messages: Sequence[content_pb2.Message], role: str) -> tuple[
 
 
 def with_parts(messages: Iterable[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Convert messages, whose content may be a plain text, to messages with a list of parts."""
+    """Return messages with each content as a list of parts. The given contents may be plain texts."""
     return tuple({"role": message["role"], "content": list(_parts(message["content"]))} for message in messages)
 
 
@@ -83,7 +85,7 @@ def _part(part: content_pb2.ContentPart) -> dict[str, str]:
 
 
 def tagged(text: str, tag: str = "answer") -> list[str]:
-    """Return the contents of each pair of tags; case is ignored. Takes time linear in the text."""
+    """Return the text inside each <tag>...</tag>; the tags' case is ignored. Takes time linear in the text."""
     opening, closing = _patterns(tag)
     found, start = [], opening.search(text)
     while start is not None:
@@ -101,11 +103,11 @@ def _patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 THINKING = re.compile(r"<(/?)think(?:ing)?\s{0,9}>", re.IGNORECASE)
-"""Pattern of a thinking tag: opening, or closing if group 1 matches."""
+"""Pattern of a thinking tag. The tag is closing if group 1 is "/", else opening."""
 
 
 def without_thinking(response: str) -> str:
-    """Remove the thinking from a response, even if it was cut off, or if its opening tag is in the prompt."""
+    """Remove the thinking from a response, even if the thinking was cut off or has its opening tag in the prompt."""
     said: list[str] = []
     place, thinks = 0, False
     for tag in THINKING.finditer(response):

@@ -9,7 +9,7 @@ from relaxd.media.sources import MediaError
 
 IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 KINDS = (IMAGE, VIDEO, AUDIO)
-"""Supported kinds of media."""
+"""Kinds of media that prompts may have."""
 PARTS = {
     IMAGE: (IMAGE, ""),
     "image_url": (IMAGE, "url"),
@@ -19,31 +19,31 @@ PARTS = {
     "audio_url": (AUDIO, "url"),
     "input_audio": (AUDIO, "data"),
 }
-"""By type of a content part: the kind of its item, and the field of the item in an object ("" if the item isn't in an
-object). The part's field named like the type has the item or the object (OpenAI's forms)."""
+"""Types of content parts (OpenAI's forms), each with the kind of its media item and a field. The part's field named
+like its type has the item itself if the field here is "", else an object with the item in this field."""
 
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]] | None
-"""A message's content: a text; or, if it has items, parts {"type": "text", "text": ...} and, for each item, {"type":
-one of KINDS}."""
+"""A message's content after media were taken out: a text; or, if the message has media, a list of {"type": "text",
+"text": ...} for each text and {"type": one of KINDS} for each media item."""
 
 
 @dataclass(frozen=True)
 class MediaItem:
-    """An item of a prompt that hasn't been read yet."""
+    """A media item of a prompt, not read yet."""
 
     kind: str
-    """One of KINDS."""
+    """Kind of the media item: one of KINDS."""
     source: Any
     """The item as in the data, in one of the forms of `read_source`; a video may also be a list of frames, and a sound
     an array of samples."""
     place: str
-    """Place of the item in its row, for errors: '"images"[0]' or '"prompt"[0].content[1]'."""
+    """Place of the item in its data row, for error messages: '"images"[0]' or '"prompt"[0].content[1]'."""
 
 
 @dataclass
 class MediaColumn:
-    """Items of one kind in a row's column. Placeholders take them in order."""
+    """Media items in a data row's column, all of one kind. Placeholders in the prompt take the items in order."""
 
     kind: str
     column: str
@@ -52,13 +52,13 @@ class MediaColumn:
 
     @classmethod
     def of(cls, kind: str, column: str, value: Any) -> "MediaColumn":
-        """Return the items in a column's value: a list, a single item or None."""
+        """Create the column from a data row's value: a list of media items, a single item, or None for no items."""
         if value is None:
             value = []
         return cls(kind, column, value if isinstance(value, list | tuple) else [value])
 
     def take(self, place: str) -> MediaItem:
-        """Return the next item. Raises MediaError if none is left for the placeholder at `place`."""
+        """Take the column's next item for the placeholder at `place`. Raises MediaError if no item is left."""
         if self.taken == len(self.items):
             raise MediaError(
                 f'{place} has more placeholders of type {self.kind} than "{self.column}" has items '
@@ -69,7 +69,7 @@ class MediaColumn:
         return MediaItem(self.kind, self._unpacked(place, self.items[self.taken - 1]), place)
 
     def _unpacked(self, place: str, item: Any) -> Any:
-        """Return an item; if it is in an object like a content part, as in verl's data sets, unpack it."""
+        """Return a column's item. An item inside an object like a content part, as in verl's data sets, is unpacked."""
         if not isinstance(item, Mapping):
             return item
         fields = {name: one for name, one in item.items() if one is not None}
@@ -81,18 +81,22 @@ class MediaColumn:
 
 
 class MediaReader:
-    """Takes the items out of a prompt's messages, in order."""
+    """Takes the media items out of a prompt's messages, in order."""
 
     __slots__ = ("columns", "found")  # every row of a file has one
 
     def __init__(self, columns: Mapping[str, MediaColumn] | None = None) -> None:
-        """`columns` has the columns by kind. Only for its kinds are `<image>`, `<video>` and `<audio>` placeholders,
-        not text."""
+        """Create a reader for one prompt.
+
+        `columns`: the data row's media columns by kind. For kinds without a column, `<image>`, `<video>` and `<audio>`
+        are plain text, not placeholders.
+        """
         self.columns = columns or {}
         self.found: list[MediaItem] = []
 
     def content(self, place: str, role: str, content: str | list[Any]) -> Content:
-        """Return a message's content without its items, which are added to `found`; a text if there are none.
+        """Return a message's content without its media items, which are added to `found`. Without items, the content is
+        a text.
 
         Raises MediaError: a part has another type, an item is missing, or the assistant's message has an item.
         """
@@ -110,7 +114,7 @@ class MediaReader:
         return parts
 
     def end(self) -> None:
-        """Check that placeholders have taken every item of the columns. Raises MediaError."""
+        """Raise MediaError if a column has items that no placeholder took."""
         for one in self.columns.values():
             if one.taken < len(one.items):
                 raise MediaError(
@@ -140,7 +144,7 @@ class MediaReader:
             raise MediaError(f"{place} has no item: add it, or name its column with data.media_keys = {key}")
 
     def _split(self, place: str, text: str) -> list[dict[str, Any]]:
-        """Split a text into parts at its placeholders, which take items."""
+        """Split a text into content parts at its placeholders, each of which takes an item from its column."""
         parts: list[dict[str, Any]] = []
         # With one group, the odd pieces are the kinds.
         for index, piece in enumerate(re.split(f"<({'|'.join(self.columns)})>", text) if self.columns else [text]):
@@ -153,7 +157,8 @@ class MediaReader:
 
 
 def _item_of_part(place: str, name: str, fields: dict[str, Any]) -> Any:
-    """Return the item of a part of type `name` from its fields; None if it has none. Raises MediaError."""
+    """Return the media item in the fields of a content part of type `name`; None if the part has no item. Raises
+    MediaError for unknown fields."""
     kind, inside = PARTS[name]
     source = fields.pop(name, None)
     if fields and fields != {"detail": "auto"}:
@@ -164,7 +169,7 @@ def _item_of_part(place: str, name: str, fields: dict[str, Any]) -> Any:
 
 
 def shown_text(content: Content) -> str:
-    """Return a message's content as text, with <image>, <video> or <audio> for each item."""
+    """Return a message's content as one text, with <image>, <video> or <audio> for each media item."""
     if isinstance(content, list):
         return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
     return content or ""

@@ -1,4 +1,4 @@
-"""Media in a group's columns and in requests: records that describe them, and their bytes.
+"""Media in a group's columns and in requests: records that describe the items, and the items' bytes.
 
 A prompt's media are in the columns prompt_media and media_contents, those of sequences in sequence_media and
 sequence_contents.
@@ -28,45 +28,45 @@ a sound, [frames], "bytes": ...}. The grid of a video with its own sound also ha
 
 
 MAX_NAMES = 16
-"""Maximum number of a prompt's media that a trace names."""
+"""Maximum number of a prompt's media items that a trace names."""
 
 
 @dataclass(frozen=True)
 class StoredMedia:
-    """An item in its normal form, with its stored content."""
+    """A media item in its normal form, as it is stored in columns."""
 
     sha256: str
-    """Hash of the item: its identity."""
+    """Hash that identifies the item, in hexadecimal digits."""
     grid: Grid
     content: bytes
-    """PNG of an image or video, or WAV of a sound. A video's own sound follows its PNG as WAV."""
+    """Bytes of a PNG (image or video) or a WAV (sound). A video's own sound follows the PNG as WAV."""
     begin: int | None = None
     """Index of the item's first media token in a sequence; None if unknown."""
     kind: str = IMAGE
     media_type: str = NormalImage.media_type
     times: tuple[float, ...] = ()
-    """Seconds from a video's beginning to each of its times; empty for other media."""
+    """Times of a video's groups of frames, in seconds from its beginning; empty for other media."""
 
     @classmethod
     def of(cls, item: NormalMedia) -> Self:
-        """Create a stored item from an item in its normal form."""
+        """Create a stored item from a media item in its normal form."""
         size = item.size
         return cls(item.sha256, size.grid, item.content, None, item.kind, item.media_type, size.times)
 
     @property
     def uri(self) -> str:
-        """The content as a data URI, for environments and programs."""
+        """The item's bytes as a data URI, for environments and programs."""
         return data_uri(self.content, self.media_type.replace(" ", ""))
 
     def shifted(self, by: int) -> Self:
-        """Return the item in a sequence with `by` more tokens before it."""
+        """Return a copy of the item for a sequence in which `by` more tokens come before the item."""
         return replace(self, begin=(self.begin or 0) + by)
 
 
 def expand_at(
     short: Sequence[int], media: Sequence[StoredMedia], tokens: MediaTokens, labels: Sequence[Labels]
 ) -> tuple[list[int], list[StoredMedia]]:
-    """Replace each item's single token by all of its tokens. Returns the ids, and the items with `begin` set.
+    """Replace each media item's single token by all its tokens. Returns the token ids, and the items with `begin` set.
 
     Args:
         short: ids with one token per item.
@@ -86,7 +86,8 @@ def expand_at(
 
 
 def to_columns(items: Sequence[NormalMedia]) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Return the columns prompt_media and media_contents (uint8). A repeated item is stored once."""
+    """Return a prompt's media as the columns prompt_media and media_contents (uint8). A repeated item is stored
+    once."""
     stored: dict[str, bytes] = {}
     records = _records([StoredMedia.of(item) for item in items], stored)
     return records, np.frombuffer(b"".join(stored.values()), np.uint8)
@@ -95,7 +96,9 @@ def to_columns(items: Sequence[NormalMedia]) -> tuple[list[dict[str, Any]], np.n
 def to_sequence_columns(
     sequences: Sequence[Sequence[StoredMedia]], prompt: Collection[str]
 ) -> tuple[list[list[dict[str, Any]]], np.ndarray]:
-    """Return the columns sequence_media and sequence_contents (uint8). An item of a group is stored once.
+    """Return the media of a group's sequences as the columns sequence_media and sequence_contents (uint8).
+
+    An item is stored once in a group, so those of the prompt aren't stored again.
 
     Args:
         sequences: media of each sequence with `begin` set, without those of a shared prompt.
@@ -107,7 +110,7 @@ def to_sequence_columns(
 
 
 def _records(items: Sequence[StoredMedia], stored: dict[str, bytes]) -> list[dict[str, Any]]:
-    """Return the records of items, and add bytes that `stored` lacks to it."""
+    """Return the records of media items, and add to `stored` the bytes of items that it lacks, by hash."""
     records = []
     for item in items:
         size = 0 if item.sha256 in stored else len(item.content)
@@ -127,7 +130,7 @@ def reference_part(item: NormalMedia | StoredMedia) -> dict[str, Any]:
 def with_references(
     messages: Sequence[Mapping[str, Any]], media: Sequence[NormalMedia | StoredMedia]
 ) -> list[dict[str, Any]]:
-    """Return messages with media parts that have hashes, the form for rewards (relaxd/media/messages.py)."""
+    """Return a prompt's messages in the form that rewards get (relaxd/media/messages.py): media parts have hashes."""
     rest = iter(media)
 
     def part(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def with_references(
 
 
 def without_missing(messages: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[dict[str, Any]]:
-    """Return messages with a text such as <image> for each item whose hash isn't among `known`."""
+    """Return messages in which a text such as <image> replaces each media item whose hash isn't in `known`."""
     found = []
     for message in messages:
         content = message["content"]
@@ -159,22 +162,23 @@ def without_missing(messages: Sequence[Mapping[str, Any]], known: Collection[str
 
 
 def grids_of(records: Sequence[MediaRecord]) -> list[Grid]:
-    """Return the grids of media, for `lay_out`."""
+    """Return the size (`Grid`) of each media item, for `lay_out`."""
     return [tuple(map(int, record["grid"])) for record in records]
 
 
 def times_of(records: Sequence[MediaRecord]) -> list[tuple[float, ...]]:
-    """Return the times of media in seconds, for `lay_out`; empty for an image and a sound."""
+    """Return each media item's times in seconds, for `lay_out`; empty for an image or a sound."""
     return [tuple(record.get("times", ())) for record in records]
 
 
 def hashes_of(records: Sequence[MediaRecord]) -> tuple[str, ...]:
-    """Return the hashes of media; together with its tokens they identify a prompt."""
+    """Return the hashes of a prompt's media. Together with the prompt's tokens they identify the prompt."""
     return tuple(record["sha256"] for record in records)
 
 
 def names_of(records: Sequence[MediaRecord]) -> list[str]:
-    """Return the first MAX_NAMES distinct media as KIND:HASH:BYTES, with 12 digits of the hash, for traces."""
+    """Return names of a prompt's first MAX_NAMES distinct media items, for traces: KIND:HASH:BYTES, with 12 digits of
+    the hash."""
     sizes: dict[tuple[str, str], int] = {}
     for record in records:  # a repeated item's size is in its first record
         sizes.setdefault((record["kind"], record["sha256"][:12]), record["bytes"])
@@ -182,14 +186,15 @@ def names_of(records: Sequence[MediaRecord]) -> list[str]:
 
 
 def parts_of(name: str, grid: Grid) -> list[tuple[str, Grid]]:
-    """Return hashes and sizes of an item's tower inputs: for a video with sound the frames, then the sound."""
+    """Return hash and size of each input that a media item gives to the model's towers: one for most items; for a video
+    with sound the frames, then the sound."""
     if len(grid) < 4:
         return [(name, grid)]
     return [(name, grid[:3]), (hashlib.sha256(f"{name}/sound".encode()).hexdigest(), grid[3:])]
 
 
 def kinds_of(records: Sequence[MediaRecord]) -> dict[str, str]:
-    """Return the kind of each item's tower inputs, by hash (`parts_of`)."""
+    """Return the kind of each input that media items give to the model's towers, by the input's hash (`parts_of`)."""
     found: dict[str, str] = {}
     for record, grid in zip(records, grids_of(records), strict=True):
         found |= zip((name for name, _ in parts_of(record["sha256"], grid)), (record["kind"], AUDIO), strict=False)
@@ -197,14 +202,16 @@ def kinds_of(records: Sequence[MediaRecord]) -> dict[str, str]:
 
 
 def begins_of(records: Sequence[MediaRecord]) -> list[int] | None:
-    """Return the index of each item's first media token, for `lay_out`; None if the first item's is unknown."""
+    """Return the index of each item's first media token, for `lay_out`; None if there are no items or the first item's
+    record lacks the index."""
     return [int(record["begin"]) for record in records] if records and "begin" in records[0] else None
 
 
 def contents_of(records: Sequence[MediaRecord], contents: np.ndarray, column: str = "prompt_media") -> dict[str, bytes]:
-    """Return the bytes of media by their hashes.
+    """Return the bytes of media items by hash.
 
-    Raises MediaError if the length of the contents isn't that of the records. `column` names the records in errors.
+    Raises MediaError if the length of `contents` differs from the sum of the records' lengths. `column` is the
+    records' name in errors.
     """
     if (said := sum(record["bytes"] for record in records)) != contents.size:
         raise MediaError(f"has {contents.size} bytes of media, but {column} says {said}")
@@ -231,9 +238,9 @@ def with_own_sounds(records: Sequence[MediaRecord], contents: Mapping[str, bytes
 
 
 def contents_of_group(columns: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the bytes of the media of a group's prompt and sequences, by hash.
+    """Return the bytes of all media in a group's prompt and sequences, by hash.
 
-    Raises MediaError if their length isn't that of the records.
+    Raises MediaError if the length of the bytes differs from the sum of the records' lengths.
     """
     found = PromptMedia.of_columns(columns).by_hash()
     if (of_sequences := columns.get("sequence_media")) is not None:
@@ -244,12 +251,12 @@ def contents_of_group(columns: Mapping[str, Any]) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class PromptMedia:
-    """A prompt's media in the form of requests; false if there are none."""
+    """Media of a prompt, in the form in which requests carry them. Its truth value is False if there are none."""
 
     records: tuple[MediaRecord, ...] = ()
-    """Content of the column prompt_media."""
+    """Records of the prompt's media: the content of the column prompt_media."""
     contents: bytes = b""
-    """Content of the column media_contents."""
+    """Bytes of the prompt's media: the content of the column media_contents."""
 
     def __bool__(self) -> bool:
         return bool(self.records)
@@ -273,7 +280,7 @@ class PromptMedia:
 
     @classmethod
     def from_proto(cls, message: rollout_pb2.GenerateRequest | agent_pb2.ConverseRequest) -> "PromptMedia":
-        """Create a prompt's media from a request."""
+        """Create a prompt's media from a request to generate or converse."""
         return cls(
             tuple(
                 {"kind": one.kind, "sha256": one.sha256, "grid": list(one.grid), "bytes": one.bytes}
@@ -290,20 +297,21 @@ class PromptMedia:
         return cls(tuple(value["records"]), base64.b64decode(value["contents"])) if value else cls()
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return the media for a program's standard input; None if there are none."""
+        """Return the prompt's media as JSON for a program's standard input; None if there are none."""
         contents = base64.b64encode(self.contents).decode()
         return {"records": list(self.records), "contents": contents} if self.records else None
 
     def to_proto(self) -> list[rollout_pb2.PromptMedia]:
-        """Convert the records to protos."""
+        """Convert the media's records to protos."""
         return [rollout_pb2.PromptMedia(**record) for record in self.records]
 
     def by_hash(self) -> dict[str, bytes]:
-        """Return the bytes of media by hash. Raises MediaError."""
+        """Return the bytes of the prompt's media by hash. Raises MediaError if their length isn't as recorded."""
         return contents_of(self.records, self.array)
 
     def items(self) -> list[StoredMedia]:
-        """Return the items. Raises MediaError if the contents lack one or don't have the recorded lengths."""
+        """Return the prompt's media items. Raises MediaError if the contents lack an item or don't have the recorded
+        length."""
         contents, found = self.by_hash(), []
         for record, grid in zip(self.records, grids_of(self.records), strict=True):
             name, kind = record["sha256"], record["kind"]
@@ -316,7 +324,7 @@ class PromptMedia:
 
     @property
     def array(self) -> np.ndarray:
-        """The contents as uint8 [bytes]."""
+        """Bytes of the prompt's media items, one after the other, as uint8 [bytes]."""
         return np.frombuffer(self.contents, np.uint8)
 
 
@@ -325,5 +333,5 @@ _MEDIA_TYPES: Mapping[str, Callable[[bytes, Grid], str]] = {
     VIDEO: lambda content, grid: png_frames(count_frames(content, grid)),
     AUDIO: lambda content, grid: NormalSound.media_type,
 }
-"""By kind: function that returns a stored item's MIME type."""
+"""Functions, by kind of media, that return a stored item's MIME type."""
 NO_MEDIA = PromptMedia()

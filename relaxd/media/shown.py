@@ -20,7 +20,7 @@ from relaxd.media.videos import count_frames, frames_of
 MAX_CHARACTERS = 10_000
 """Maximum number of characters of a displayed message: END_CHARACTERS from its end, the rest from its beginning."""
 END_CHARACTERS = 2_000
-"""Number of characters to show from a message's end."""
+"""Number of characters from the end of a shortened message that are displayed."""
 
 SHOWN_MEDIA = 4
 """Maximum number of images, videos and sounds of a sample that are shown."""
@@ -29,13 +29,14 @@ SHOWN_FRAMES = 4
 THUMBNAIL_SIDE = 96
 """Maximum width and height of a thumbnail, or of a frame in it, in pixels."""
 THUMBNAIL_URI = "data:image/jpeg;base64,"
-"""Beginning of a thumbnail's data URI."""
+"""Beginning of the data URI of a thumbnail, a JPEG image."""
 EXCERPT_SECONDS = 3
-"""Maximum length of a sound's excerpt, in seconds."""
+"""Maximum length of the excerpt that is shown of a sound, in seconds."""
 EXCERPT_RATE = 8_000
-"""Maximum rate of an excerpt, in one-byte samples per second: it keeps excerpts about as small as thumbnails."""
+"""Maximum rate of a sound's excerpt, in one-byte samples per second, which keeps excerpts about as small as
+thumbnails."""
 EXCERPT_URI = "data:audio/wav;base64,"
-"""Beginning of an excerpt's data URI."""
+"""Beginning of the data URI of a sound's excerpt, a WAV file."""
 
 
 def shown_media(
@@ -81,7 +82,7 @@ _FACTS: Mapping[str, Callable[[bytes, MediaRecord, bool], dict[str, Any]]] = {
 
 
 def _thumbnail(frames: "Sequence[Image]") -> str:
-    """Return a data URI of up to SHOWN_FRAMES evenly spread frames, side by side."""
+    """Return a JPEG as a data URI, with up to SHOWN_FRAMES evenly spread frames side by side."""
     from PIL import Image
 
     count = min(len(frames), SHOWN_FRAMES)
@@ -97,7 +98,7 @@ def _thumbnail(frames: "Sequence[Image]") -> str:
 
 
 def _excerpt(content: bytes, rate: int) -> str:
-    """Return the first seconds of a sound, with 8-bit samples at a lower rate, as a data URI."""
+    """Return a WAV as a data URI, with the first seconds of a sound in 8-bit samples at a lower rate."""
     together = -(-rate // EXCERPT_RATE)  # number of samples per sample of the excerpt
     first = decode_wav(content)[: EXCERPT_SECONDS * rate]
     means = first[: len(first) // together * together].reshape(-1, together).mean(1)
@@ -119,7 +120,7 @@ def media_line(item: Mapping[str, Any]) -> str:
 
 
 def shown_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of a conversation with the fields of ShownMessage in coordinator.proto."""
+    """Return a conversation's message for display, with the fields of ShownMessage in coordinator.proto."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "\n".join(part.get("text") or f"<{part.get('type', 'media')}>" for part in content)
@@ -131,7 +132,7 @@ def shown_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut(text: str) -> str:
-    """Cut the middle out of a very long text."""
+    """Cut the middle out of a text of more than MAX_CHARACTERS characters."""
     left_out = len(text) - MAX_CHARACTERS
     if left_out <= 0:
         return text
@@ -140,8 +141,8 @@ def cut(text: str) -> str:
 
 
 def conversation_lines(sample: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a trained sample's conversation, message by message, and its outcome; [] for other
-    samples."""
+    """Return a trained sample's conversation as lines of text, message by message, and its outcome; [] if the sample
+    has no conversation."""
     lines = []
     for message in sample.get("conversation", ()):
         lines.append(f"[{message['role']}] {message['content']}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from av import AudioFrame
 
 FORM = "audio/1"
-"""Version of the normal form; part of every hash."""
+"""Version of sounds' normal form. It is part of a sound's hash, so another version gives other hashes."""
 FORMATS = {
     "wav": "WAV",
     "flac": "FLAC",
@@ -33,51 +33,52 @@ FORMATS = {
     "mp4": "MP4 or QuickTime",
     "matroska": "WebM or Matroska",
 }
-"""Names of the decoded formats, by FFmpeg's names. FFmpeg supports others that open further files or addresses."""
+"""Formats of sound files that are decoded: names for messages, by FFmpeg's names. FFmpeg supports others that open
+further files or addresses."""
 MIN_RATE, MAX_RATE = 4_000, 384_000
 """Minimum and maximum rate of sounds, in samples per second."""
 ARRAY, ARRAY_RATE = "array", "sampling_rate"
-"""Fields of a sound given as an array of samples, as in the package datasets."""
+"""Field names of a sound that is given as an array of samples, as in the package datasets."""
 UNKNOWN_BYTES = 0xFFFFFFFF
-"""Size in the header of a WAV file that was written before its size was known."""
+"""Size that a WAV file's header gives if the header was written before the size was known."""
 
 
 @dataclass(frozen=True)
 class SoundRule:
-    """A model's rule for sound."""
+    """A model's rule for sounds: sampling rate, spectrogram, and length limit."""
 
     max_seconds: float
     """Maximum length of a sound in seconds. A longer sound is refused, not cut."""
     rate: int = 16_000
-    """Rate of the normal form, in samples per second."""
+    """Sampling rate of sounds in normal form, in samples per second."""
     mels: int = 128
-    """Number of bands in the tower's spectrogram."""
+    """Number of frequency bands of the spectrogram that the audio tower reads."""
     window: int = 400
-    """Number of samples per frame of the spectrogram; frames overlap."""
+    """Number of sound samples per spectrogram frame; frames overlap."""
     hop: int = 160
-    """Number of samples between the starts of two frames."""
+    """Number of sound samples from the start of a spectrogram frame to the start of the next."""
 
 
 @dataclass(frozen=True)
 class SoundSize:
-    """Sizes of a sound."""
+    """Sizes of a sound: original, in normal form, in spectrogram frames and in tokens."""
 
     original: tuple[int, int]
-    """Samples per second, and number of channels, of the file."""
+    """The file's samples per second, and number of channels."""
     samples: int
-    """Number of samples of the normal form."""
+    """Number of sound samples in the normal form."""
     seconds: float
     grid: tuple[int]
-    """Number of frames of its spectrogram."""
+    """Number of frames of the sound's spectrogram."""
     tokens: int
     """Number of the sound's tokens in a prompt."""
     times: tuple[float, ...] = ()
-    """Empty: a sound has no texts with times."""
+    """Times of a video's frames; always empty for a sound."""
 
     @classmethod
     def of(cls, rate: int, channels: int, samples: int, rule: SoundRule) -> Self:
-        """Return the sizes of a sound with `samples` samples in normal form. Raises MediaError if it is too short or
-        too long."""
+        """Return the sizes of a sound with `samples` samples in normal form. Raises MediaError if the sound is too
+        short or too long."""
         if samples < rule.window:
             least = f"must have at least {rule.window} at {rule.rate:,} a second"
             raise MediaError(f"has {samples} samples: a sound {least}")
@@ -89,7 +90,7 @@ class SoundSize:
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """Texts for people: the file's rate and channels, the number of samples, and the length."""
+        """Sizes as text to display: the file's rate and channels, the number of samples, and the length."""
         rate, channels = self.original
         original = f"{rate:,} Hz, {channels} channel{'s' * (channels != 1)}"
         return original, f"{self.samples:,} samples", f"{self.seconds:.2f} s"
@@ -102,9 +103,9 @@ class NormalSound:
     kind: ClassVar[str] = AUDIO
     media_type: ClassVar[str] = "audio/wav"
     content: bytes
-    """Samples as WAV, without metadata."""
+    """The sound's samples as WAV, without metadata."""
     sha256: str
-    """Hexadecimal hash of samples, form and rate."""
+    """Hexadecimal SHA-256 of the samples, the normal form's version and the rate."""
     size: SoundSize
 
 
@@ -133,7 +134,7 @@ def normalise_sound(source: Any, rule: SoundRule) -> NormalSound:
 
 
 def normalise_decoded(frames: "Iterator[AudioFrame]", rule: SoundRule) -> NormalSound:
-    """Convert the decoded frames of a sound to the normal form. Raises MediaError, also for decoding errors."""
+    """Convert the decoded audio frames of a sound to the normal form. Raises MediaError, also for decoding errors."""
     try:
         import av
     except ImportError as error:
@@ -159,7 +160,7 @@ def normalise_decoded(frames: "Iterator[AudioFrame]", rule: SoundRule) -> Normal
 
 
 def encode_wav(samples: NDArray[np.int16], rate: int) -> bytes:
-    """Return samples of one channel as WAV."""
+    """Return a WAV file with one channel of 16-bit samples."""
     stored = io.BytesIO()
     with wave.open(stored, "wb") as file:
         file.setnchannels(1)
@@ -170,7 +171,7 @@ def encode_wav(samples: NDArray[np.int16], rate: int) -> bytes:
 
 
 def decode_wav(content: bytes) -> NDArray[np.int16]:
-    """Return the samples of a normal sound, read-only. Raises MediaError if it is broken."""
+    """Return the samples of a sound in normal form, int16, read-only. Raises MediaError if the sound is broken."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             if (file.getnchannels(), file.getsampwidth()) != (1, 2):
@@ -190,7 +191,7 @@ def wav_of_array(source: Mapping[str, Any]) -> bytes:
 
 
 def _of_file(content: bytes) -> "Iterator[AudioFrame]":
-    """Yield the decoded frames of the first sound in a file. May raise any exception of FFmpeg."""
+    """Yield the decoded audio frames of the first sound in a file. May raise any exception of FFmpeg."""
     import av
 
     with av.open(io.BytesIO(content), "r", _format_of(content), metadata_errors="replace") as container:
@@ -200,7 +201,7 @@ def _of_file(content: bytes) -> "Iterator[AudioFrame]":
 
 
 def _of_array(source: Mapping[str, Any]) -> "Iterator[AudioFrame]":
-    """Yield the samples of an array as a frame. Raises MediaError."""
+    """Yield all samples of a sound given as an array, as one audio frame. Raises MediaError."""
     import av
 
     rate = source.get(ARRAY_RATE)
@@ -222,7 +223,8 @@ def _of_array(source: Mapping[str, Any]) -> "Iterator[AudioFrame]":
 
 
 def _checked(frame: "AudioFrame") -> tuple[int, int]:
-    """Return the rate and the number of channels of a sound. Raises MediaError if the rate is out of range."""
+    """Return the rate of a sound in samples per second, and the number of its channels. Raises MediaError if the rate
+    is out of range."""
     _check_rate(frame.sample_rate)
     return frame.sample_rate, frame.layout.nb_channels
 
@@ -242,7 +244,7 @@ def _sha256(samples: NDArray[np.int16], rule: SoundRule) -> str:
 
 
 def _format_of(content: bytes) -> str:
-    """Return FFmpeg's name of a file's format, by its first bytes. Raises MediaError."""
+    """Return FFmpeg's name for the format of a sound file, by the file's first bytes. Raises MediaError."""
     if content.startswith(b"RIFF") and content[8:12] == b"WAVE":
         said = int.from_bytes(content[4:8], "little")
         if len(content) < said + 8 and said != UNKNOWN_BYTES:

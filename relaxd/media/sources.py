@@ -12,20 +12,20 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 MP3_FRAMES = (b"\xff\xfb", b"\xff\xfa", b"\xff\xf3", b"\xff\xf2")
-"""First bytes of MP3 frames, for files without another header."""
+"""First bytes of MP3 frames, by which MP3 files without a header are recognised."""
 AAC_FRAMES = (b"\xff\xf1", b"\xff\xf9")
 """First bytes of AAC frames (ADTS)."""
 MAX_BYTES = 64 << 20
-"""Maximum size of an item, in bytes."""
+"""Maximum size of a media item, in bytes."""
 FORMS = 'a path, file://, bytes, {"bytes": ...}, {"base64": ...}, {"path": ...}, base64 or a data URI'
-"""Names of the supported forms of an item, for error messages."""
+"""Supported forms of a media item in data, as words for error messages."""
 BEGINNINGS = (
     *(b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
     *(b"\x1aE\xdf\xa3", b"fLaC", b"OggS", b"ID3", *MP3_FRAMES, *AAC_FRAMES),
 )
-"""First bytes of supported file formats: base64 of anything else is treated as a path."""
+"""First bytes of supported file formats. A text that is base64 of other contents is treated as a path."""
 MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
-"""First boxes of MP4 and QuickTime files. Their names follow their four-byte lengths."""
+"""Names of the boxes with which MP4 and QuickTime files begin. A box's name follows its length of four bytes."""
 _SHOWN = 100
 
 
@@ -34,22 +34,22 @@ class MediaError(ValueError):
 
 
 class MediaHostAway(MediaError):
-    """An item's host doesn't answer now, but may later."""
+    """The host of a remote media item doesn't answer now, but may answer later."""
 
 
 @dataclass(frozen=True)
 class RemoteItem:
-    """An item at an http(s) address, which `read_source` fetches."""
+    """A media item at an http(s) address, which `read_source` fetches."""
 
     address: str = field(repr=False)
-    """The URL, which may have secrets."""
+    """The item's URL, which may have secrets."""
     hosts: Collection[str]
-    """Names of the hosts from which it may be fetched, redirects included; with a port unless it is the scheme's
-    default."""
+    """Hosts from which the item may be fetched, redirects included. A name has a port unless it is the scheme's
+    default port."""
 
     @property
     def host(self) -> str:
-        """Name of the host, the only part of the address that messages may have; "?" if there is none."""
+        """Name of the host, "?" if the address has none. Messages may have no other part of the address."""
         try:
             return urlsplit(self.address).hostname or "?"
         except ValueError:
@@ -57,8 +57,8 @@ class RemoteItem:
 
 
 def with_hosts(source: Any, hosts: Collection[str]) -> Any:
-    """Convert an item or video frame at an http(s) address to a RemoteItem with these hosts; return others
-    unchanged."""
+    """Convert a media item at an http(s) address to a RemoteItem that may be fetched from `hosts`. Do the same with
+    each frame of a video. Return other items unchanged."""
     if isinstance(source, list | tuple):
         return [with_hosts(one, hosts) for one in source]
     if isinstance(source, Mapping) and [name for name, one in source.items() if one is not None] == ["path"]:
@@ -113,13 +113,14 @@ def data_uri(content: bytes, media_type: str = "") -> str:
 
 
 def without_bytes(source: Any) -> Any:
-    """Convert an item given as bytes to a data URI with the same content; return others unchanged."""
+    """Convert a media item given as bytes to a data URI with the same content. Return other items unchanged."""
     content = source.get("bytes") if isinstance(source, Mapping) else source
     return data_uri(bytes(content)) if isinstance(content, bytes | bytearray | memoryview) else source
 
 
 def content_hash(source: Any) -> str:
-    """Return a hash of an item's content, whatever its form; for an unreadable item, its `repr`."""
+    """Return a hash of a media item's content, the same for every form of the item. For an unreadable item, return its
+    `repr`."""
     if isinstance(source, list | tuple):  # a video's frames
         return "/".join(map(content_hash, source))
     if isinstance(source, Mapping) and source.get("array") is not None:  # a sound's samples
@@ -132,7 +133,10 @@ def content_hash(source: Any) -> str:
 
 
 def _from_text(text: str) -> bytes:
-    """Read a text as a path or, if there is no such file, as base64. Base64 of JPEG begins like a path."""
+    """Return the content of the file that a text names. If there is no such file, decode the text as base64.
+
+    Files come first because base64 of JPEG begins like a path.
+    """
     path = Path(text).expanduser() if text.startswith("~") else Path(text)
     try:
         is_there = path.exists()
@@ -201,5 +205,5 @@ def _checked(content: bytes) -> bytes:
 
 
 def too_large() -> str:
-    """Return the error message's end for an item of more than MAX_BYTES."""
+    """Return the end of the error message for a media item of more than MAX_BYTES."""
     return f"is larger than {MAX_BYTES >> 20} MiB, the maximum: make it smaller"

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORM = "video/1"
-"""Version of the normal form; part of every hash."""
+"""Version of videos' normal form. It is part of a video's hash, so another version gives other hashes."""
 FORMATS = {"mp4": "MP4 or QuickTime", "matroska": "WebM or Matroska", "avi": "AVI", "gif": "GIF"}
-"""Names of the decoded formats, by FFmpeg's names. FFmpeg supports others that open further files or addresses."""
+"""Formats of video files that are decoded: names for messages, by FFmpeg's names. FFmpeg supports others that open
+further files or addresses."""
 MIN_FRAMES = 2
 """Minimum number of frames of a video; a single frame is an image."""
 MAX_FRAMES = 1 << 17
-"""Maximum number of frames before sampling: over an hour at 30 frames per second."""
+"""Maximum number of frames of a video before sampling: over an hour at 30 frames per second."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,21 @@ class VideoRule(ImageRule):
     """A model's rule for video. The pixel limits are for all sampled frames together."""
 
     times: int
-    """Number of consecutive sampled frames per patch; together they are one time."""
+    """Number of consecutive sampled frames that form a group, which the model sees as one time."""
     fps: float
-    """Number of sampled frames per second."""
+    """Number of frames to sample per second of video."""
     min_frames: int
     max_frames: int
     total_pixels: int = 0
-    """Maximum pixels of all sampled frames together, set by data.max_video_tokens; 0: the model's limits alone."""
+    """Maximum pixels of all sampled frames together, set by data.max_video_tokens. 0: only the model's limits hold."""
 
     def frame_limit(self, frames: int) -> int:
-        """Return the maximum number of sampled frames of a video with `frames` frames."""
+        """Return the maximum number of frames to sample from a video of `frames` frames."""
         affordable = self.total_pixels // self.factor**2 or frames  # each frame has at least one token
         return min(self.max_frames, frames, affordable)
 
     def within_total(self, frames: int, width: int, height: int) -> tuple[int, int]:
-        """Return the size of sampled frames, reduced if it exceeds a frame's share of `total_pixels`.
+        """Return the width and height of sampled frames, reduced if a frame exceeds its share of `total_pixels`.
 
         Models' own rules can exceed the share: they round enlarged sizes up, don't count an odd last frame, and keep
         narrow frames at least one token wide.
@@ -74,7 +75,7 @@ class VideoRule(ImageRule):
     def sampled(self, frames: int, rate: float) -> list[int]:
         """Return the indices of the sampled frames, as Qwen3-VL's processor in transformers does.
 
-        They are evenly spread from the first to the last frame: `fps` per second, within the limits.
+        The sampled frames are evenly spread from the first to the last frame: `fps` per second, within the limits.
         """
         wanted = min(max(int(frames / rate * self.fps), self.min_frames), self.frame_limit(frames))
         indices: list[int] = np.linspace(0, frames - 1, wanted).round().astype(int).tolist()
@@ -89,7 +90,8 @@ class VideoRule(ImageRule):
         return self.within_total(frames, *resized)
 
     def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
-        """Return a video's times in seconds: each is the mean time of the first and last of its frames."""
+        """Return the time of each group of `times` sampled frames, in seconds: the mean of its first and last
+        frame's."""
         each = [index / rate for index in sampled]
         pairs = zip(each[:: self.times], each[self.times - 1 :: self.times], strict=True)
         return tuple((first + last) / 2 for first, last in pairs)
@@ -97,13 +99,14 @@ class VideoRule(ImageRule):
 
 @dataclass(frozen=True)
 class BlockRule(VideoRule):
-    """Qwen3-Omni's rule, that of Qwen2VLVideoProcessor in transformers. The pixel limits are for each frame."""
+    """Qwen3-Omni's rule for video, as in transformers' Qwen2VLVideoProcessor. The pixel limits are for each frame."""
 
     sound: SoundRule | None = None
-    """Rule for a video's own sound; None: the sound is dropped."""
+    """Model's rule for a video's own sound; None: the sound is dropped."""
 
     def sampled(self, frames: int, rate: float) -> list[int]:
-        """Return the indices of the sampled frames, a multiple of `times` of them. The last frame is never sampled."""
+        """Return the indices of the sampled frames. Their number is a multiple of `times`; the last frame isn't
+        sampled."""
         most = self.frame_limit(frames) // self.times * self.times
         wanted = int(min(max(frames / rate * self.fps, self.min_frames), most) // self.times) * self.times or 1
         # transformers computes them in float32.
@@ -121,32 +124,32 @@ class BlockRule(VideoRule):
         return self.within_total(frames, *resized)
 
     def seconds(self, sampled: Sequence[int], rate: float) -> tuple[float, ...]:
-        """Return a video's times in seconds by transformers' rule: as if `fps` frames per second were sampled, even if
-        limits changed that."""
+        """Return the time of each group of `times` sampled frames, in seconds. As in transformers, times are computed
+        as if `fps` frames per second were sampled, even if limits changed the number."""
         return tuple(time * self.times / self.fps for time in range(len(sampled) // self.times))
 
 
 @dataclass(frozen=True)
 class VideoSize:
-    """Sizes of a video, derived from the number, rate and size of its frames."""
+    """Sizes of a video: original, in normal form, in patches and in tokens, and its sampled frames."""
 
     original: tuple[int, int]
-    """Width and height of a frame in pixels, upright."""
+    """Width and height of an upright original frame, in pixels."""
     normal: tuple[int, int]
-    """Width and height of a frame of the normal form."""
+    """Width and height of a frame in the normal form, in pixels."""
     grid: tuple[int, ...]
-    """Numbers of patches of the normal form: times, rows, columns, as in the model's video_grid_thw. With its own
-    sound, also the number of the spectrogram's frames."""
+    """Numbers of patches of the normal form: times, rows, columns, as in the model's video_grid_thw. If the video has
+    its own sound, also the number of the sound's spectrogram frames."""
     tokens: int
-    """Number of tokens of frames and sound in a prompt, without the texts of times."""
+    """Number of tokens in a prompt that stand for frames and sound. The texts with times don't count."""
     times: tuple[float, ...]
     """Time in seconds of each group of frames that the model sees as one."""
     sampled: tuple[int, ...]
-    """Indices of the sampled frames. The last index is repeated to fill the last group."""
+    """Indices of the sampled frames. The last index is repeated to fill the last group of frames."""
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """Texts for people: size of the original frames, size of the normal form's frames, and times."""
+        """Sizes as text to display: size of the original frames, size of the normal form's frames, and times."""
         when = f"{len(self.times)}: {self.times[0]:.1f} to {self.times[-1]:.1f} s"
         return sides(self.original), sides(self.normal), when + (" with sound" if len(self.grid) > 3 else "")
 
@@ -183,12 +186,12 @@ class NormalVideo:
     """RGB pixels of the frames, one below the other, as PNG without metadata. The video's own sound, if it is kept,
     follows as WAV, which PNG readers ignore."""
     sha256: str
-    """Hexadecimal hash of pixels, rule and the video's own sound."""
+    """Hexadecimal SHA-256 of the pixels, the model's sampling and sizing rule, and the video's own sound if kept."""
     size: VideoSize
 
     @property
     def media_type(self) -> str:
-        """MIME type of the PNG, and the number of frames in it."""
+        """MIME type of the PNG, with the number of frames as a parameter."""
         return png_frames(len(self.size.sampled))
 
 
@@ -249,7 +252,7 @@ def own_sound(content: bytes) -> bytes:
 
 
 def png_frames(count: int) -> str:
-    """Return the MIME type of a PNG with the frames of a video."""
+    """Return the MIME type of a PNG that has `count` frames of a video."""
     return f"image/png; frames={count}"
 
 
@@ -267,17 +270,17 @@ def frames_of(image: "Image", count: int) -> "list[Image]":
 
 
 class _Clip(Protocol):
-    """An opened video file, or a list of frames."""
+    """Interface of an opened video, which is a file or a list of frames."""
 
     frames: int
-    """Number of frames."""
+    """Number of frames of the video."""
     rate: float
-    """Number of frames per second."""
+    """Number of frames per second of the video."""
     size: tuple[int, int]
-    """Width and height of a frame, upright."""
+    """Width and height of an upright frame, in pixels."""
 
     def read(self, wanted: Collection[int]) -> "Iterator[tuple[int, Image]]":
-        """Yield the wanted frames, upright and in RGB, with their indices. May raise any exception."""
+        """Yield the index and the upright RGB image of each wanted frame. May raise any exception."""
 
     def sound(self, rule: VideoRule) -> NormalSound | None:
         """Return the video's own sound; None if it has no samples or the rule drops it. Raises MediaError."""
@@ -285,7 +288,7 @@ class _Clip(Protocol):
 
 @contextmanager
 def _opened(source: Any, rule: VideoRule) -> Iterator[_Clip]:
-    """Open a video. Raises MediaError, also for decoding errors."""
+    """Open a video given as a file or as a list of frames. Raises MediaError, also for decoding errors in the block."""
     if isinstance(source, list | tuple):
         yield _FrameList(source, rule.fps)
         return
@@ -383,7 +386,7 @@ class _File:
 
 
 def _format_of(content: bytes) -> str:
-    """Return FFmpeg's name of a file's format, by its first bytes. Raises MediaError."""
+    """Return FFmpeg's name for the format of a video file, by the file's first bytes. Raises MediaError."""
     if content[4:8] in MP4_BOXES:
         return "mp4"
     if content.startswith(b"\x1aE\xdf\xa3"):

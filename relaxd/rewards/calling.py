@@ -1,4 +1,4 @@
-"""Calls rewards, coroutines included, and finds their place in the source and the stack of a slow reward."""
+"""Calls rewards, async ones included, and finds where a failed or slow reward is in its source."""
 
 import asyncio
 import inspect
@@ -14,14 +14,14 @@ from relaxd.rewards.interface import BadRewardError, Reward, RewardInput, Reward
 from relaxd.rewards.logged import Logged, collect_into, logged_parts
 
 MACHINERY = str(Path(__file__).parent)
-"""Folder of the files that call and import rewards; bundled rewards are in its subfolders."""
+"""Folder of relaxd's files that call and import rewards; bundled rewards are in its subfolders."""
 Outcome = RewardOutput | BaseException
 """A sample's score, or the exception that its reward raised."""
 DUMP = re.compile(r"Timeout \(\d+:\d\d:\d\d(\.\d+)?\)!")
 THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.* \(most recent call first\):")
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 OTHER = ("", "  ...", "  <no Python frame>")
-"""Lines of a stack dump that name no frame. Dots stand for frames beyond the first hundred."""
+"""Lines of a stack dump that name no frame; "  ..." stands for the frames beyond the first hundred."""
 
 
 def takes_group(reward: Callable[..., Any]) -> bool:
@@ -68,7 +68,7 @@ def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner,
 
 @dataclass
 class _Call:
-    """A call of a reward, and the numbers that it logs."""
+    """A pending call of a reward, and the numbers that the reward logs during the call."""
 
     function: Callable[[Any], Any]
     scored: Any
@@ -76,7 +76,7 @@ class _Call:
     context: Context = field(default_factory=copy_context)
 
     def begin(self) -> Any:
-        """Call the function. Returns its result, which may be awaitable, or its exception."""
+        """Call the reward. Returns the reward's result, which may be awaitable, or the exception that it raised."""
         self.context.run(collect_into, self.logged)
         try:
             return self.context.run(self.function, self.scored)
@@ -85,7 +85,7 @@ class _Call:
 
 
 def _finish(calls: Sequence[_Call], runner: asyncio.Runner) -> list[Any]:
-    """Make the calls, and await awaitable results concurrently. Returns a result or exception for each call."""
+    """Call the rewards, and await async ones concurrently. Returns a result or an exception for each call."""
     values = [call.begin() for call in calls]
     return runner.run(_await_all(calls, values)) if any(map(inspect.isawaitable, values)) else values
 
@@ -105,7 +105,10 @@ async def _await(value: Any) -> Any:
 
 
 def _of_group(values: Any, count: int) -> list[Any]:
-    """Return the values of a group's samples, or for each sample the group's error."""
+    """Split a group reward's result into one value per sample.
+
+    If the reward raised, or its result isn't one value per sample, each sample gets the error.
+    """
     if isinstance(values, BaseException):
         return [values] * count
     if not isinstance(values, Sequence) and hasattr(values, "tolist"):
@@ -141,7 +144,7 @@ def place(reward: Callable[..., Any]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception in one line, with its place in the reward's file."""
+    """Describe a reward's exception in one line, with the innermost place in the reward's file."""
     text = f"{type(error).__name__}: {error}".strip(": ")
     frames = _frames(error)
     own = [frame for frame in frames if frame.filename == frames[0].filename]
@@ -155,7 +158,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames below this package's call or import of the reward."""
+    """Return the traceback's frames inside the reward: those after relaxd's call or import of the reward."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [index for index, frame in enumerate(frames) if str(Path(frame.filename).parent) == MACHINERY]
     below = frames[ours[-1] + 1 :] if ours else frames
@@ -163,31 +166,31 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def name_of(reward: Callable[..., Any]) -> str:
-    """Return the name of a function, or of an instance's class."""
+    """Return the name of a reward function; for a callable object, the name of its class."""
     reward = getattr(reward, "func", reward)
     return getattr(reward, "__name__", None) or type(reward).__name__
 
 
 def shown_file(name: str) -> str:
-    """Return a file's path, relative if the file is in the current folder."""
+    """Return a file's path as messages show it: relative if the file is in the current folder."""
     path = Path(name)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
 
 
 class RewardStacks:
-    """Filters a worker's output: passes only the reward's frames of a stack dump, and remembers their place."""
+    """Filters a worker's output: shortens stack dumps to the reward's frames, and remembers the reward's place."""
 
     def __init__(self) -> None:
         self.place = ""
-        """Place of the reward in the newest dump, such as "reward.py:12, in score": the innermost line in the reward's
-        file, as in `describe_error`. "" if the reward was in no stack, such as an async reward that awaits
-        something."""
+        """Where the reward was in the newest stack dump, such as "reward.py:12, in score": the innermost line in the
+        reward's file. "" if no stack contained the reward, for example while an async reward awaits."""
         self._in_dump = False
         self._own: list[tuple[str, str, str]] | None = None
-        """This thread's frames so far, innermost first; None once its stack has been passed or dropped."""
+        """Frames read so far of the current thread's stack, as (file, line, function), innermost first. None after
+        the stack has been printed or discarded."""
 
     def filter(self, line: str) -> list[str]:
-        """Return the lines to pass in place of one line of output."""
+        """Return the lines to print instead of a line of the worker's output; [] to hide the line."""
         if DUMP.fullmatch(line):
             self._in_dump, self._own = True, None
             return []

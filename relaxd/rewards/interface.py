@@ -60,7 +60,7 @@ class RewardInput:
         """Open the conversation's images with Pillow, in order: RGB, in the size that the model sees.
 
         Raises:
-            ValueError: reward.media isn't set, so that they aren't here.
+            ValueError: reward.media isn't set, so the images weren't sent to the reward.
         """
         return [self._opened(part) for part in self._parts("image")]
 
@@ -68,7 +68,7 @@ class RewardInput:
         """Open the frames of the conversation's videos with Pillow, as the model sees them.
 
         Raises:
-            ValueError: reward.media isn't set, so that they aren't here.
+            ValueError: reward.media isn't set, so the videos weren't sent to the reward.
         """
         return [
             frames_of(self._opened(part), int(part["media_type"].rpartition("frames=")[2]))
@@ -79,12 +79,12 @@ class RewardInput:
         """Return the samples of the conversation's sounds: int16, one channel, at the model's rate.
 
         Raises:
-            ValueError: reward.media isn't set, so that they aren't here.
+            ValueError: reward.media isn't set, so the sounds weren't sent to the reward.
         """
         return [decode_wav(self.media[part["sha256"]]) for part in self._parts("audio")]
 
     def _parts(self, kind: str) -> list[Mapping[str, Any]]:
-        """Return the messages' parts of a kind whose media are available."""
+        """Return all parts of a kind, such as "image", in the conversation. Raises ValueError if media are missing."""
         messages = [*self.prompt_messages, *self.response_messages]
         parts = [part for message in messages for part in message["content"] if part["type"] == kind]
         if lacking := next((part["sha256"] for part in parts if part["sha256"] not in self.media), None):
@@ -105,10 +105,10 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """A checked result of a reward, with finite numbers."""
+    """The validated result of a reward for one sample; all numbers are finite."""
 
     reward: float
-    """The reward to train on."""
+    """The sample's reward, on which the trainer trains; `parts` aren't added to it."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named components of the reward, for reporting only."""
 
@@ -117,8 +117,8 @@ Score = float | Mapping[str, Any]
 """A number, or {"reward": number, "parts": {name: number}}; other numbers beside "reward" are parts, too, and values
 that aren't numbers are left out. "score" may replace "reward", as in verl, and counts if both are present."""
 Reward = Callable[[RewardInput], Score | Awaitable[Score]] | Callable[[Sequence[RewardInput]], Any]
-"""Scores a sample, or all samples of a group if its first parameter is called `samples`; it then returns a list. It may
-be async. If it raises, reward.on_failure decides what happens to the sample."""
+"""A reward function: scores a sample, or returns a list of scores for a group if its first parameter is `samples`. May
+be async. If the function raises, reward.on_failure decides what happens to the sample."""
 
 
 RIGHT = 'a number, or {"reward": number, "parts": {name: number}}'
@@ -180,7 +180,7 @@ _AGAIN_SECONDS = 0.1
 
 
 class TooSlow(BaseException):
-    """Raised when the time limit is over. Not an Exception, because packages such as sympy catch those."""
+    """A check exceeded its time limit. Derives from BaseException, because packages such as sympy catch Exception."""
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def references(answer: str) -> list[str]:
-    """Return the references in an answer: the texts of a JSON list, or the answer itself."""
+    """Return the reference answers of a prompt: the texts if the answer is a JSON list, else only the answer."""
     if answer.startswith("[") and answer.endswith("]"):
         try:
             found = json.loads(answer)
@@ -221,13 +221,14 @@ def references(answer: str) -> list[str]:
 
 
 def ground_truth(sample: RewardInput) -> Any:
-    """Return verl's ground truth: metadata.reward_model.ground_truth unchanged, or else the answer."""
+    """Return a sample's ground truth as verl has it: metadata.reward_model.ground_truth unchanged, or else the
+    answer."""
     model = sample.metadata.get("reward_model")
     return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else sample.answer
 
 
 def best_of_references(reward: Callable[[RewardInput], Any]) -> Callable[[RewardInput], Any]:
-    """Return a reward that scores with each reference and returns the best score."""
+    """Wrap a reward so that it scores a reply against each reference answer, and returns the best score."""
 
     @wraps(reward)
     def best(sample: RewardInput) -> Any:

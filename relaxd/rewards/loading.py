@@ -1,4 +1,4 @@
-"""Loads rewards by name, in every supported form."""
+"""Loads rewards by name: bundled rewards, users' functions and classes, and verl's `compute_score`."""
 
 import difflib
 import importlib
@@ -19,7 +19,7 @@ VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 VERL_BATCH = frozenset(f"{name}s" for name in VERL)
 """Names of the arguments that verl passes to `compute_score` for a batch."""
 NOT_SETTINGS = VERL | VERL_BATCH | {"sample", "samples"}
-"""Parameters that receive samples or their fields, not settings."""
+"""Names of reward parameters that receive samples or fields of samples; other parameters are settings."""
 SIGNATURE = (
     "def {name}(sample), with sample.prompt, .response, .answer and .metadata; or def {name}(samples), which returns a "
     "list for a group"
@@ -37,7 +37,7 @@ FORMS = (
     ("verl", {"solution_str"}, f"verl passes only {', '.join(sorted(VERL))}; other parameters are settings"),
     ("verl", {"solution_strs"}, f"verl passes only {', '.join(sorted(VERL_BATCH))}; other parameters are settings"),
 )
-"""Other frameworks, parameters by which their rewards are recognised, and relaxd's equivalents."""
+"""Rewards of other frameworks: the framework, the parameters that identify its rewards, and a hint how to adapt one."""
 
 
 def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Reward:
@@ -152,7 +152,7 @@ def check_settings(name: str, reward: Callable[..., Any], settings: Mapping[str,
 
 
 def boxed(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward that scores the content of the reply's last box, or "" without a box."""
+    """Wrap a reward so that it scores the content of the reply's last box, or "" if the reply has no box."""
 
     @wraps(reward)
     def of_box(sample: RewardInput) -> Any:
@@ -187,21 +187,23 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_given(parameters: Mapping[str, inspect.Parameter], names: frozenset[str]) -> bool:
-    """Return True if the parameters that receive samples are among `names`."""
+    """Return True if all parameters that receive samples or their fields are in `names` and can be passed by name."""
     scored = _scored_parameters(parameters)
     by_name = all(parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY for name in scored)
     return bool(scored) and scored <= names and by_name
 
 
 def _scored_parameters(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
-    """Return the names of the parameters that receive samples: those without a default, or else the first parameter."""
+    """Return the names of a reward's parameters without a default, or else the first: they receive the samples."""
     named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     return {one.name for one in named if one.default is one.empty} or {one.name for one in named[:1]}
 
 
 def _verl_arguments(sample: RewardInput) -> dict[str, Any]:
-    """Return the arguments of verl's `compute_score` for a sample, by name. extra_info is the metadata's extra_info, or
-    all metadata."""
+    """Return the keyword arguments with which verl would call `compute_score` for a sample.
+
+    extra_info is the sample's metadata.extra_info, or all metadata without it.
+    """
     extra = sample.metadata.get("extra_info")
     return {
         "data_source": sample.metadata.get("data_source", ""),
@@ -212,14 +214,14 @@ def _verl_arguments(sample: RewardInput) -> dict[str, Any]:
 
 
 def _accepted(parameters: dict[str, inspect.Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function accepts."""
+    """Return those of the keyword arguments that a function with these parameters accepts."""
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return arguments
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _named(score: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an adapter the name and place of the adapted reward, but not its signature."""
+    """Give an adapter function the name and place of the reward that it wraps, but not the signature."""
     score.__name__ = getattr(function, "__name__", type(function).__name__)
     score.reward = function  # type: ignore[attr-defined]  # for `place`
     return score

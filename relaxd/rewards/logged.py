@@ -20,16 +20,16 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max,
     "last": lambda values: values[-1],
 }
-"""Functions that reduce several numbers to one: first per sample, then per step."""
+"""Functions that reduce the numbers logged under a name to one, per sample and then per step; keys: values of `how`."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.\-/]{0,63}")
 MAX_NAMES = 64
 """Maximum number of names that one call of a reward may log."""
 MAX_STEP_NAMES = 256
-"""Maximum number of names in the record of a step."""
+"""Maximum number of names of logged numbers in the record of a step."""
 PART = re.compile(r"log/([a-z]+)/(.+)")
 
 Logged = dict[str, tuple[How, list[float]]]
-"""Logged values by name, each with the way to reduce them to one number (a key of AGGREGATES)."""
+"""Numbers that a reward logged, by name: (how to reduce them to one number, the numbers)."""
 _collecting: ContextVar[Logged | None] = ContextVar("relaxd_logged", default=None)
 
 
@@ -69,17 +69,17 @@ def log_metric(name: str, value: float, how: How = "mean") -> None:
 
 
 def collect_into(logged: Logged) -> None:
-    """Add all later logged numbers of this context to `logged`."""
+    """Make later `log_metric` calls in this context (contextvars) store their numbers in `logged`."""
     _collecting.set(logged)
 
 
 def logged_parts(logged: Logged) -> dict[str, float]:
-    """Return logged numbers as parts of a reward."""
+    """Convert numbers that a reward logged to parts of the reward, named `log/<how>/<name>`."""
     return {f"log/{how}/{name}": AGGREGATES[how](values) for name, (how, values) in logged.items()}
 
 
 def is_logged(part: str) -> bool:
-    """Return True if a part of a reward was logged by the user's code."""
+    """Return True if a part of a reward, by its name, is a number that the reward logged with `log_metric`."""
     return PART.match(part) is not None
 
 

@@ -14,22 +14,23 @@ from relaxd.rewards.table import UnknownRewardError, check_name, is_bundled, rew
 
 
 class Scorer(Protocol):
-    """Scores samples."""
+    """Interface: scores the samples of a group with the run's reward or rewards."""
 
     takes_group: bool
-    """True if the scorer needs all samples of a group at once."""
+    """True if the scorer must be given all samples of a group in one call."""
     awaits: bool
-    """True if the scorer is async, and so faster with many samples at once."""
+    """True if a reward is async, so that scoring many samples in one call is faster."""
 
     def score(self, samples: Sequence[RewardInput], runner: asyncio.Runner) -> list[Outcome]:
-        """Score samples of a group. Coroutines run in `runner`. Returns each sample's score or exception."""
+        """Score samples of a group; async rewards run in `runner`. Returns each sample's score, or the exception that
+        its reward raised."""
 
 
 class Single:
-    """Scores with one reward."""
+    """Scorer for a run with a single reward."""
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None, key: str = "") -> None:
-        """Load the reward. Raises UnknownRewardError and BadRewardError."""
+        """Load the reward `name` with its settings. Raises UnknownRewardError and BadRewardError."""
         self._reward: Callable[..., Any] = resolve(name, settings)
         self._key = key
         self.takes_group = takes_group(self._reward)
@@ -40,11 +41,13 @@ class Single:
 
 
 class Sum:
-    """Scores with the weighted sum of terms. Its parts are each term's value, named by the term's label, and the term's
-    parts, named label_part."""
+    """Scorer whose reward is a weighted sum of several rewards, the terms of reward.terms.
+
+    Parts: each term's value, named by the term's label, and each term's parts, named label_part.
+    """
 
     def __init__(self, terms: Sequence[RewardTerm]) -> None:
-        """Load the terms. Raises UnknownRewardError and BadRewardError."""
+        """Load the reward of each term. Raises UnknownRewardError and BadRewardError."""
         self._terms = [(term, Single(term.name, term.settings, term.key)) for term in terms]
         self.takes_group = any(scorer.takes_group for _, scorer in self._terms)
         self.awaits = any(scorer.awaits for _, scorer in self._terms)
@@ -65,10 +68,10 @@ class Sum:
 
 
 def parts_of_term(term: RewardTerm, output: RewardOutput) -> dict[str, float]:
-    """Return the parts that a term adds to a sum: its clipped value, named by its label, and its parts, named
-    label_part.
+    """Return the parts that a term adds to the result of a weighted sum of rewards.
 
-    Numbers that the term logged keep their names.
+    They are the term's value, clipped to its minimum and maximum and named by its label, and the term's parts, named
+    label_part. Numbers that the term logged keep their names.
     """
     value = output.reward
     if term.minimum is not None:
@@ -80,12 +83,15 @@ def parts_of_term(term: RewardTerm, output: RewardOutput) -> dict[str, float]:
 
 
 def total(terms: Sequence[RewardTerm], values: Mapping[str, float]) -> float:
-    """Return the weighted sum of the terms' values, given by label. Terms whose `only_if` fails are left out."""
+    """Return the weighted sum of the terms' values, which `values` has by label.
+
+    A term with `only_if` counts only if the value of that label is above 0.
+    """
     return sum(term.weight * values[term.shown] for term in terms if not term.only_if or values[term.only_if] > 0)
 
 
 class Choice:
-    """Scores each group with the reward that its metadata name."""
+    """Scorer that chooses a reward for each group, by a field of the prompt's metadata (reward.choose_by)."""
 
     def __init__(self, config: RewardConfig, otherwise: Scorer | None) -> None:
         """Load the rewards of reward.choices. Raises UnknownRewardError and BadRewardError."""
@@ -125,7 +131,7 @@ class Choice:
 
 
 def scorer_of(config: RewardConfig) -> Scorer:
-    """Load the reward of a run.
+    """Load all rewards that a run's configuration names, and return their scorer.
 
     Raises UnknownRewardError and BadRewardError.
     """
@@ -139,7 +145,7 @@ def scorer_of(config: RewardConfig) -> Scorer:
 
 
 def check_names(config: RewardConfig) -> None:
-    """Check the names of all rewards of a run, without importing anything. Raises UnknownRewardError."""
+    """Check the names of all rewards in a run's configuration, without importing them. Raises UnknownRewardError."""
     for name in [config.name, *(term.name for term in config.terms), *(one.name for one in config.choices.values())]:
         if name:
             check_name(name)

@@ -1,4 +1,4 @@
-"""Tables of names: the bundled rewards, and verl's data sources with the bundled reward closest to verl's."""
+"""Tables of the bundled rewards by name, and of verl's data sources with the bundled reward that fits each."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ REWARDS: Mapping[str, Reward | type[Code] | type[VerlToolsReward]] = {
         math, multiple_choice, openr1mm, overlong, random, reasoning_gym, regex, search_r1,
     )
 } | {"code": Code, "verl_tools": VerlToolsReward}  # fmt: skip
-"""The bundled rewards by name: functions, and classes that take the settings."""
+"""The bundled rewards by name: functions, and classes whose constructors take the reward's settings."""
 PACKAGES = {
     "deepscaler": ("sympy", "relaxd[reward]"),
     "geo3k": ("sympy", "relaxd[reward]"),
@@ -50,13 +50,13 @@ PACKAGES = {
     "reasoning_gym": ("reasoning_gym", "relaxd[reasoning]"),
     "verl_tools": ("yaml", "relaxd[reward]"),
 }
-"""By bundled reward: the package that it imports on first use, and the requirement to install."""
+"""Optional dependency of each bundled reward: the imported package, and the requirement that installs it."""
 BOXED = "boxed_"
 """Prefix of a bundled reward's name; with it the reward scores the content of the reply's last box, not the reply."""
 NEVER_BOXED = frozenset(
     {"code", "dapo", "deepscaler", "environment", "geo3k", "gsm8k", "judge_pairs", "math", "overlong", "verl_tools"}
 )
-"""Rewards that can't have the prefix: they find a box or another mark themselves, or don't read the reply."""
+"""Bundled rewards for which the prefix "boxed_" is invalid: they search the reply themselves, or don't read it."""
 
 
 class UnknownRewardError(ValueError):
@@ -109,11 +109,11 @@ _DATA_SOURCES: Mapping[str, Sequence[str]] = {
         *("searchR1_musique", "searchR1_bamboogle"),
     ),
 }
-"""Names of verl's data sources, by the bundled reward closest to verl's."""
+"""For each bundled reward: the names of verl's data sources that verl scores with a similar reward."""
 
 
 def reward_of_data_source(name: str) -> str | None:
-    """Return the name of the bundled reward for one of verl's data sources; None if there is none."""
+    """Return the name of the bundled reward that fits verl's data source `name`; None if no reward fits."""
     if name.startswith("aime"):
         return "dapo"
     return next((reward for reward, sources in _DATA_SOURCES.items() if name in sources), None)

@@ -1,1 +1,1 @@
-"""Runs untrusted code, such as a model's. Needs Linux, and only Python's standard library."""
+"""Runs untrusted code, such as programs that a model wrote. Needs Linux, and imports only the standard library."""

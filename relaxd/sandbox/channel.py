@@ -10,25 +10,25 @@ _LENGTH = struct.Struct("=I")
 
 
 class ChannelClosed(Exception):
-    """The other side is gone, or sent an invalid message."""
+    """The process at the channel's other end has closed it, or sent an invalid message."""
 
 
 class TooLong(Exception):
-    """A message is longer than allowed."""
+    """A message from the channel's other end exceeds the maximum length."""
 
 
 class Channel:
-    """One end of a stream socket."""
+    """One end of a stream socket, over which two processes exchange JSON messages."""
 
     def __init__(self, end: socket.socket, longest: int = (1 << 32) - 1) -> None:
-        """`longest` is the maximum number of bytes of a received message."""
+        """Use the socket `end`; `longest` is the maximum length of a received message, in bytes."""
         self.socket = end
         self._longest = longest
 
     def send(self, message: Any, left: Callable[[], float] | None = None) -> None:
-        """Send a message. `left` returns the seconds until the deadline, and raises when it has passed.
+        """Send a message of JSON values. Raises ChannelClosed.
 
-        Raises ChannelClosed.
+        `left` returns the seconds until the deadline, and raises an exception after the deadline.
         """
         text = json.dumps(message).encode()
         waiting = memoryview(_LENGTH.pack(len(text)) + text)
@@ -39,7 +39,7 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, left: Callable[[], float] | None = None) -> Any:
-        """Return the next message; see `send`. Raises ChannelClosed, TooLong."""
+        """Wait for the next message, and return it. `left` is as in `send`. Raises ChannelClosed, TooLong."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, left))
         if length > self._longest:
             raise TooLong(f"a message of {length} bytes")
@@ -49,7 +49,7 @@ class Channel:
             raise ChannelClosed(f"no message: {error}") from error
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the channel."""
         self.socket.close()
 
     def _exactly(self, count: int, left: Callable[[], float] | None) -> bytes:
@@ -76,15 +76,15 @@ class Channel:
 
 
 class NotPlain(TypeError):
-    """A value can't pass between the processes."""
+    """A value has a type that can't be sent over a channel."""
 
 
 def encode(value: Any, name_of: Callable[[Any], str | None] = lambda value: None) -> Any:
-    """Convert a value to JSON types, for `decode`.
+    """Convert a Python value to JSON types, from which `decode` restores the value.
 
-    Raises NotPlain, RecursionError. Supports numbers, text, bytes, None, and lists, tuples, sets and dicts of them.
-    Arrays and numbers of numpy become lists and numbers. `name_of` returns the name of a value that the other process
-    knows, such as a function, or None.
+    Supports numbers, text, bytes, None, and lists, tuples, sets and dicts of them; numpy's arrays and numbers become
+    lists and numbers. `name_of` returns the name of a value that the other process knows by name, such as a function,
+    or None. Raises NotPlain for other types, and RecursionError.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -109,9 +109,9 @@ def encode(value: Any, name_of: Callable[[Any], str | None] = lambda value: None
 
 
 def decode(given: Any, named: Callable[[str], Any] | None = None) -> Any:
-    """Return the value that `encode` converted. `named` maps a name to its value.
+    """Restore the Python value that `encode` converted to JSON types. `named` returns the value with a name.
 
-    Raises ValueError for anything else, which a process that isn't trusted may send; RecursionError.
+    Raises ValueError for other input, which an untrusted process may send, and RecursionError.
     """
     if given is None or isinstance(given, bool | int | float | str):
         return given

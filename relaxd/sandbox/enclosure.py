@@ -15,45 +15,47 @@ from typing import Any
 from relaxd.sandbox import landlock, privileges, seccomp
 
 OPEN_FILES = 4096
-"""Maximum number of open files of a process."""
+"""Maximum number of open files of each process of an enclosed program."""
 PROCESSES = 2048
-"""Maximum total number of a program's processes and threads."""
+"""Maximum number of processes and threads of an enclosed program, all together."""
 USERS = range(61_184, 65_520)
-"""User ids that are otherwise unused: the range that systemd reserves for dynamic users."""
+"""User ids under which enclosed programs run: the range that systemd reserves for dynamic users."""
 DEVICES = (
     *("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "kfd", "dri", "nvidiactl", "nvidia-uvm"),
     *("nvidia-uvm-tools", "nvidia-caps", "nvidia-modeset", *(f"nvidia{number}" for number in range(16))),
 )
-"""Devices in /dev that an enclosed program may use."""
+"""Names of devices in /dev that an enclosed program may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Rights of an enclosed program."""
+    """What an enclosed program may do: network, memory, and which files it may read and write."""
 
     network: bool = False
     """True if the program may use the network."""
     memory_bytes: int = 4 << 30
-    """Maximum memory of each process, in bytes (RLIMIT_DATA: without shared memory and mapped files); 0: no limit."""
+    """Maximum memory of each of the program's processes, in bytes; 0: no limit. Shared memory and mapped files don't
+    count (RLIMIT_DATA)."""
     writable: tuple[str, ...] = ()
-    """Writable paths besides `own`."""
+    """Paths that the program may write, besides `own`; their owner doesn't change."""
     own: tuple[str, ...] = ()
-    """Writable folders whose owner becomes the program's user."""
+    """Folders that the program may write. If the program runs as an unused user, that user becomes their owner."""
     temporary: str = ""
-    """Folder in `own` for temporary files, and the home if the program's user can't enter the real one; "": no
-    change."""
+    """Folder in `own` for temporary files (TMPDIR); also the home if the program's user can't enter the real home. "":
+    TMPDIR and HOME stay."""
     hidden: tuple[str, ...] = ()
     """Files and folders that the program can't open; all others are readable."""
     needed: tuple[str, ...] = ()
-    """Paths that the program must read; the user isn't changed if another user couldn't read them."""
+    """Paths that the program must be able to read. If an unused user couldn't read them, the program keeps the
+    service's user."""
 
     def to_json(self) -> str:
-        """Return JSON for `from_json`."""
+        """Return the plan as JSON text, which `from_json` parses."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Parse the JSON of `to_json`."""
+        """Return the plan in a JSON text from `to_json`."""
 
         def value(given: Any) -> Any:
             return tuple(given) if isinstance(given, list) else given
@@ -63,18 +65,21 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measure:
-    """A part of the enclosure."""
+    """One of the restrictions that enclose a program, and whether it is enforced on this machine."""
 
     name: str
-    """One of network, files, memory, processes, kernel, user."""
+    """What the measure restricts: "network", "files", "memory", "processes", "kernel" or "user"."""
     by: str = ""
-    """Mechanism that enforces the measure; empty if none does."""
+    """Mechanism that enforces the measure, such as "Landlock"; empty if none does."""
     missing: str = ""
     """Reason why the measure isn't enforced; empty if it is."""
 
 
 def enclose(plan: Plan) -> list[Measure]:
-    """Enclose this process, which must have a single thread, for good. Returns all measures, failed ones included."""
+    """Permanently restrict this process as `plan` says. The process must have a single thread.
+
+    Returns all measures, with the reason for those that can't be enforced.
+    """
     lower_limit(resource.RLIMIT_CORE, 0)
     lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     user = _change_user(plan)
@@ -90,7 +95,11 @@ def enclose(plan: Plan) -> list[Measure]:
 
 
 def _change_user(plan: Plan) -> Measure:
-    """Become an unused user, unless the plan's files would then be inaccessible or owned by that user."""
+    """Switch this process from root to an unused user.
+
+    The user stays root if another user couldn't read the plan's files, or would become the owner of files that the
+    program writes elsewhere.
+    """
     if os.geteuid() != 0:
         return Measure("user", missing="only root can change it")
     if plan.writable:
@@ -119,9 +128,9 @@ def _is_readable(path: str) -> bool:
 
 
 def _limit_processes(changed: bool) -> Measure:
-    """Limit processes if Linux can count this program's alone: under another user, or in a user namespace.
+    """Limit the program's number of processes, if Linux can count them apart from the service's.
 
-    `changed` is True if the program has become another user.
+    Linux can if the program has a user of its own (`changed`), or else enters a user namespace.
     """
     if not changed and os.geteuid() == 0:
         return Measure("processes", missing="Linux doesn't limit root's")
@@ -168,7 +177,7 @@ def _limit_calls(plan: Plan) -> Sequence[Measure]:
 
 
 def lower_limit(what: int, most: int) -> None:
-    """Lower a limit of this process for good; a limit that is already lower stays."""
+    """Permanently lower a resource limit (resource.RLIMIT_*) of this process to at most `most`."""
     _, hard = resource.getrlimit(what)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))

@@ -12,15 +12,15 @@ _PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _DEVICES = 1, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _DEVICES
 LIST = _READ_DIR
-"""The right to list folders."""
+"""Landlock right to list folders, as a bit mask."""
 LOOK = _READ_FILE | _READ_DIR
-"""The rights to read files and list folders."""
+"""Landlock rights to read files and list folders, as a bit mask."""
 READ = _EXECUTE | _READ_FILE | _READ_DIR
-"""The rights to read files, run programs, and list folders."""
+"""Landlock rights to read files, run programs, and list folders, as a bit mask."""
 USE = READ | _WRITE_FILE | _TRUNCATE | _DEVICES
-"""The rights to use devices."""
+"""Landlock rights to read, write and control devices, as a bit mask."""
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Number of file rights, by the first Landlock version that has this number."""
+"""Number of rights for files that Landlock supports, by the first version with this number."""
 _TCP_VERSION, _SCOPE_VERSION = 4, 6
 
 
@@ -39,7 +39,7 @@ def version() -> int:
 
 
 def make_rules(allowed: Mapping[str, int], network: bool) -> int:
-    """Create a set of rules, and return its file descriptor. Raises OSError.
+    """Create a Landlock ruleset, and return its file descriptor. Raises OSError.
 
     Args:
         allowed: rights by path, as a bit mask; a folder's rights also hold for everything in it. Missing paths are
@@ -69,15 +69,15 @@ def make_rules(allowed: Mapping[str, int], network: bool) -> int:
 
 
 def every_right() -> int:
-    """Return the mask of all rights that this kernel's Landlock supports."""
+    """Return the bit mask of all rights for files that this kernel's Landlock supports."""
     known = version()
     return (1 << max(count for first, count in _FILE_RIGHTS.items() if first <= known)) - 1
 
 
 def all_but(hidden: Iterable[str]) -> list[str]:
-    """Return paths that together contain all files except `hidden`, which are absolute paths without links.
+    """Return files and folders that together contain everything except the paths in `hidden`.
 
-    Leaves out symbolic links: a rule for a link would apply to its target.
+    `hidden` has absolute paths without links. Symbolic links are left out: a rule for a link would apply to its target.
     """
     covered = set(hidden)
     above = {str(folder) for path in covered for folder in PurePath(path).parents}
@@ -94,7 +94,10 @@ def all_but(hidden: Iterable[str]) -> list[str]:
 
 
 def restrict(ruleset: int) -> None:
-    """Allow this process only what a set of rules permits, for good, after `no_new_privileges`. Raises OSError."""
+    """Permanently restrict this process to what a Landlock ruleset allows. Call `no_new_privileges` before.
+
+    Raises OSError.
+    """
     _call(_RESTRICT, ruleset, 0)
 
 

@@ -12,21 +12,21 @@ from relaxd.sandbox.privileges import die_with_parent, drop_capabilities, no_new
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each confined process."""
+    """Limits of time, memory, output and files for each confined process."""
 
     seconds: float = 3.0
-    """Maximum processor seconds per call or job."""
+    """Maximum processor time of each function call or job, in seconds."""
     memory_bytes: int = 512 << 20
-    """Maximum address space, in bytes."""
+    """Maximum address space of the process, in bytes."""
     output_bytes: int = 1 << 20
-    """Maximum bytes that the process may print or return."""
+    """Maximum output of the process, or size of a result that it returns, in bytes."""
     confine_files: bool = True
-    """True to hide all files except Python's own, which needs Landlock. False: readable files stay readable. No file is
-    writable in either case."""
+    """True to make all files except Python's own unreadable, which needs Landlock. In no case can the process write
+    files."""
 
 
 CPU_SECONDS = 600
-"""Maximum total processor time of a process, in seconds: it ends even without a watcher."""
+"""Maximum total processor time of a confined process, in seconds; the kernel then ends it, even without a watcher."""
 OPEN_FILES = 64
 _SYSTEM = (
     *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache"),
@@ -35,11 +35,11 @@ _SYSTEM = (
 
 
 class ConfinementError(RuntimeError):
-    """This machine can't confine a process."""
+    """This machine can't confine processes; the message says why."""
 
 
 def check(limits: Limits) -> None:
-    """Check that this machine can confine a process. Raises ConfinementError with the missing feature."""
+    """Check that this machine has the features that confine processes. Raises ConfinementError with the missing one."""
     if sys.platform != "linux" or not seccomp.supported():
         raise ConfinementError("confining code needs Linux on x86-64 or arm64")
     if limits.confine_files and not landlock.version():
@@ -50,7 +50,10 @@ def check(limits: Limits) -> None:
 
 
 def make_rules(limits: Limits) -> int | None:
-    """Create the set of file rules that `confine` needs in each process; None without confine_files. Raises OSError."""
+    """Create the Landlock ruleset for `confine`, shared by all processes, and return its file descriptor.
+
+    Returns None if limits.confine_files is False. Raises OSError.
+    """
     if not limits.confine_files:
         return None
     prefixes = {sys.prefix, sys.base_prefix}
@@ -60,10 +63,10 @@ def make_rules(limits: Limits) -> int | None:
 
 
 def confine(limits: Limits, rules: int | None) -> None:
-    """Confine this process permanently. It must have a single thread. Raises OSError.
+    """Permanently confine this process, which must have a single thread. Raises OSError.
 
-    Then it can read only Python's own files, can't write files, use the network or start processes, and can signal only
-    itself.
+    Afterwards the process can read only Python's own files, can't write files, use the network or start processes, and
+    can signal only itself. `rules` is the ruleset from `make_rules`; None: readable files stay readable.
     """
     die_with_parent()
     for what, most in (

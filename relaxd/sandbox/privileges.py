@@ -18,21 +18,23 @@ _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES = 1, 4, 38
 
 
 def no_new_privileges() -> None:
-    """Permanently refuse privileges from set-user-id programs, as Linux requires before unprivileged restrictions.
+    """Permanently prevent this process from gaining privileges through set-user-id programs. Raises OSError.
 
-    Raises OSError.
+    Linux requires this before an unprivileged process may restrict itself.
     """
     _prctl(_SET_NO_NEW_PRIVILEGES, 1, "PR_SET_NO_NEW_PRIVS")
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when the thread that started it ends. A change of user cancels this. Raises
-    OSError."""
+    """Make Linux kill this process when the thread that started it ends; a later change of user cancels this.
+
+    Raises OSError.
+    """
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, "PR_SET_PDEATHSIG")
 
 
 def drop_capabilities() -> None:
-    """Give up root's capabilities; other users have none. Raises OSError."""
+    """Permanently give up all Linux capabilities, which only root has. Raises OSError."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())):
@@ -40,7 +42,7 @@ def drop_capabilities() -> None:
 
 
 def become(user: int) -> None:
-    """Become another user, whose only group has the same number. Raises OSError."""
+    """Permanently change this process's user to the id `user`, and its only group to the same id. Raises OSError."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -48,9 +50,9 @@ def become(user: int) -> None:
 
 
 def enter_user_namespace() -> None:
-    """Enter a user namespace with this user only, whose processes Linux counts separately.
+    """Move this process to a new user namespace with the current user only; Linux counts its processes separately.
 
-    The process must have a single thread. Raises OSError: many containers, and some systems, forbid it.
+    The process must have a single thread. Raises OSError if namespaces are forbidden, as in many containers.
     """
     if (child := os.fork()) == 0:  # in a child first: a failed last step leaves a process as user nobody
         code = errno.EPERM

@@ -17,13 +17,14 @@ from relaxd.sandbox.limits import ConfinementError, Limits, check
 from relaxd.sandbox.running_time import LOOK_SECONDS, RunningClock
 
 ZYGOTE_SECONDS = 30.0
-"""Deadline of the zygote's answers. Normally it answers within milliseconds and starts within 0.1 s."""
+"""Deadline of the zygote's answers, in seconds. Normally the zygote starts within 0.1 s, and answers within
+milliseconds."""
 IDLE_FACTOR = 3.0
-"""Multiple of Limits.seconds after which a process without an answer is stopped, even if it only waits."""
+"""Maximum elapsed time until a process answers, as a multiple of Limits.seconds, which limits its processor time."""
 MESSAGE_ROOM = 1 << 16
-"""Maximum bytes of a message beyond the process's result."""
+"""Maximum bytes of a confined process's message in excess of Limits.output_bytes, for the text around the result."""
 ZYGOTE = ("-m", "relaxd.sandbox.zygote")
-"""Arguments of the Python interpreter that start the zygote."""
+"""Arguments of the Python interpreter for starting the zygote, the process from which confined ones are forked."""
 _ROOT = str(Path(__file__).parents[2])
 
 
@@ -32,14 +33,15 @@ class Stopped(Exception):
 
 
 class Sandbox:
-    """Starts confined processes. Lives in one thread; close it after use."""
+    """Starts confined processes under the same limits. Use a sandbox in a single thread, and close it afterwards."""
 
     def __init__(self, limits: Limits) -> None:
-        """Check that this machine can confine processes. Raises ConfinementError."""
+        """Create a sandbox whose processes have these limits. Raises ConfinementError if the machine can't confine
+        processes."""
         check(limits)
         self.limits = limits
         self.clock = RunningClock()
-        """Clock for deadlines."""
+        """Clock by which the deadlines of processes are given."""
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -52,7 +54,7 @@ class Sandbox:
     def start(
         self, job: dict[str, Any], deadline: float, stdin: int | None = None, stdout: int | None = None
     ) -> "Confined":
-        """Start a process with a job, see `relaxd.sandbox.program`.
+        """Start a confined process that executes a job (see `relaxd.sandbox.program`).
 
         Args:
             job: the process's job.
@@ -78,7 +80,8 @@ class Sandbox:
         return process
 
     def run(self, job: dict[str, Any], deadline: float, stdin: str = "") -> "tuple[str, Stopped | None]":
-        """Run a job to its end. Returns its output, and the reason if it was stopped or failed.
+        """Execute a job in a new process until it ends. Returns the output, and why the job was stopped or failed, if
+        it was.
 
         Raises ConfinementError.
         """
@@ -98,11 +101,11 @@ class Sandbox:
             return os.pread(printed.fileno(), self.limits.output_bytes, 0).decode(errors="replace"), problem
 
     def end(self, pid: int) -> int:
-        """Kill a process that was started, and return its wait status."""
+        """Kill the confined process with the id `pid`, and return its wait status."""
         return int(self._ask(b"end %d" % pid))
 
     def close(self) -> None:
-        """Kill every process."""
+        """Kill the zygote, and with it all confined processes."""
         if self._control is not None:
             self._control.close()
         if self._zygote is not None:
@@ -156,7 +159,7 @@ class Sandbox:
 
 
 class Confined:
-    """A confined process."""
+    """A running confined process, with which messages are exchanged within its limits of time."""
 
     def __init__(self, sandbox: Sandbox, pid: int, channel: Channel, deadline: float) -> None:
         self._sandbox = sandbox
@@ -167,11 +170,12 @@ class Confined:
 
     @property
     def alive(self) -> bool:
-        """True until the process has been ended."""
+        """True until `end` is called or the process exceeds a limit; a process that crashed counts as alive until the
+        next message."""
         return self._pid is not None
 
     def send(self, message: Any) -> None:
-        """Send a message. Raises Stopped."""
+        """Send a message to the process. Raises Stopped if the process has ended, or exceeds a limit."""
         self._within_limits(lambda left: self._channel.send(message, left))
 
     def receive(self) -> Any:
@@ -226,7 +230,7 @@ class Confined:
 
 
 class Ended(Stopped):
-    """A confined process ended by itself before it answered."""
+    """A confined process exited or crashed before it answered."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"it ended with {describe_exit(exit_code)}")
@@ -234,5 +238,5 @@ class Ended(Stopped):
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return an exit code in readable form; negative ones are signals."""
+    """Describe a process's exit code for people: "exit code N", or the signal's name if the code is negative."""
     return f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name

@@ -24,15 +24,16 @@ CONTEST = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
-"""Modules whose names programs for contests can use without importing, in verl's order: later ones win."""
+"""Modules whose names a program for a programming contest can use without importing. In verl's order: if two modules
+define a name, the later one's counts."""
 PROGRAM = "<answer>"
-"""File name of a program in tracebacks."""
+"""File name of the answer's program in tracebacks."""
 RECURSION_LIMIT = 600_000
-"""Recursion limit of programs for contests, as in verl."""
+"""Recursion limit of Python for programs for programming contests, as in verl."""
 
 
 def contest_names() -> dict[str, Any]:
-    """Return the names that programs for contests can use without importing, with their values."""
+    """Return the values that programs for programming contests can use without importing, by name."""
     space: dict[str, Any] = {}
     for one in CONTEST:
         found = vars(import_module(one))
@@ -42,8 +43,8 @@ def contest_names() -> dict[str, Any]:
 
 
 def load(job: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Run the first of a job's programs that compiles, as a module. Returns the names that it defines, with their
-    values."""
+    """Execute the first of a job's programs that compiles, as module `name`. Returns the values that the program
+    defines, by name."""
     module = ModuleType(name)
     sys.modules[name] = module
     space = vars(module)
@@ -71,12 +72,15 @@ Names = Collection[str]
 
 
 class AmbiguousError(ValueError):
-    """The tested function is ambiguous."""
+    """The tests don't show which function of the program they test."""
 
 
 def run_tests(channel: Channel, job: Mapping[str, Any]) -> None:
-    """Run the tests that messages request. The tested functions are in another process, or in this one with
-    job["programs"]."""
+    """Load a job's tests, then run each test whose number a message requests, and report its result.
+
+    If the job has "programs", the tested program is loaded into this process. Otherwise it is in another process, and
+    tests call its functions over the channel.
+    """
     texts = [job["setup"], *job["tests"]]
     try:
         codes = [compile(text, f"<test {number}>", "exec") for number, text in enumerate(job["tests"])]
@@ -114,13 +118,14 @@ def run_tests(channel: Channel, job: Mapping[str, Any]) -> None:
 
 
 def sort_names(texts: Sequence[str], entry_point: str, defined: Names) -> tuple[set[str], dict[str, Any]]:
-    """Return the names that tests take from the program, and the standard modules and functions that they use without
-    import.
+    """Determine where names that tests use without defining them come from.
+
+    Returns the names to take from the tested program, and the values of names from the standard library.
 
     Args:
         texts: the tests' sources, which share their names.
         entry_point: the tested function, as an expression; "" if unknown.
-        defined: names that are defined elsewhere.
+        defined: names that the beginning of the program in the prompt defines.
 
     Raises AmbiguousError, SyntaxError, ValueError.
     """
@@ -152,7 +157,7 @@ def sort_names(texts: Sequence[str], entry_point: str, defined: Names) -> tuple[
 
 
 def _collect(table: symtable.SymbolTable, used: set[str], bound: set[str]) -> None:
-    """Add the global names that a module uses, and those that it binds."""
+    """Add a module's global names to `used` if its code reads them, and to `bound` if it assigns or imports them."""
     top = table.get_type() == "module"
     for symbol in table.get_symbols():
         if not top and not symbol.is_global():
@@ -166,15 +171,16 @@ def _collect(table: symtable.SymbolTable, used: set[str], bound: set[str]) -> No
 
 
 def _used_alone(tree: ast.AST) -> set[str]:
-    """Return the names with a use other than NAME.ATTRIBUTE."""
+    """Return the names that code uses by themselves, not only as the base of NAME.ATTRIBUTE."""
     bases = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in bases}
 
 
 def _beginning(prefix: str) -> dict[str, Any]:
-    """Return the names that the beginning of a program defines; {} if it can't run.
+    """Execute the beginning of a program, as given in a prompt, and return the values that it defines, by name.
 
-    The beginning may end in a function without a body. Functions with no more than a docstring are left out.
+    The beginning may end in a function without a body. Functions with only a docstring are left out. Returns {} if the
+    code raises an exception.
     """
     for text in (prefix, f"{prefix}\n    pass\n"):
         space: dict[str, Any] = {"__name__": "tests"}
@@ -193,14 +199,17 @@ def _does_nothing(node: ast.stmt) -> bool:
 
 
 class _Proxies:
-    """Stand-ins for the functions and values of a program in another process."""
+    """Creates proxies of a program's functions: each call is sent to the program's process over the channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._names: dict[int, str] = {}
 
     def of(self, names: Mapping[str, Any], wanted: Names) -> dict[str, Any]:
-        """Return stand-ins for the `wanted` names of a program that `_names` described."""
+        """Return proxies of the program's functions, and copies of its values, for the `wanted` names.
+
+        `names` is the program's description by `_names`.
+        """
         found: dict[str, Any] = {name: self._function(name) for name in names["functions"] if name in wanted}
         return found | {name: decode(value) for name, value in names["values"].items() if name in wanted}
 
@@ -226,7 +235,7 @@ class _Proxies:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """Return an exception as a message."""
+    """Convert an exception to a message for the process at the channel's other end."""
     try:
         text = str(error)[:500]
     except BaseException:  # its own __str__ may raise
@@ -235,9 +244,10 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def _rebuilt(answer: Mapping[str, Any]) -> BaseException:
-    """Return the other process's exception: the built-in exception with its name, or a RuntimeError.
+    """Convert a message about an exception in the other process to an exception, for raising it here.
 
-    StopIteration also becomes a RuntimeError, because it would only end a test's `for` loop.
+    The result is the built-in exception with the same name, or else a RuntimeError. StopIteration also becomes a
+    RuntimeError, because it would only end a test's `for` loop.
     """
     if answer.get("unplain"):
         return NotPlain(str(answer.get("text")))
@@ -252,7 +262,7 @@ def _rebuilt(answer: Mapping[str, Any]) -> BaseException:
 
 
 def run(channel: Channel) -> None:
-    """Do the job that the first message describes, and end."""
+    """Receive a job, the channel's first message, and execute it."""
     random.seed(0)
     job = channel.receive()
     _JOBS[job["kind"]](channel, job)
@@ -260,7 +270,7 @@ def run(channel: Channel) -> None:
 
 
 def _run_script(channel: Channel, job: Mapping[str, Any]) -> None:
-    """Run a program, and report its end."""
+    """Execute a job's program, and report over the channel that it ended, or the exception that it raised."""
     try:
         load(job, "__main__")
     except SystemExit:
@@ -273,7 +283,8 @@ def _run_script(channel: Channel, job: Mapping[str, Any]) -> None:
 
 
 def _run_program(channel: Channel, job: Mapping[str, Any]) -> None:
-    """Run a program whose errors are part of its output, and report its end."""
+    """Execute a job's program, print the traceback if it raises an exception, and report over the channel that it
+    ended."""
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)  # output before a stop must be seen
     sys.stderr = sys.stdout
@@ -291,7 +302,7 @@ def _run_program(channel: Channel, job: Mapping[str, Any]) -> None:
 
 
 def _answer_calls(channel: Channel, job: Mapping[str, Any]) -> None:
-    """Load a program, report its names, and call its functions."""
+    """Execute a job's program, send a description of what it defines, then call its functions as messages request."""
     try:
         found = load(job, "solution")
     except BaseException as error:
@@ -315,7 +326,7 @@ def _called(found: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any
 
 
 def _names(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the names of a program: functions and plain values."""
+    """Describe what a program defines, as a message: the names of its functions, and the values that can be sent."""
     described: dict[str, Any] = {"functions": [], "values": {}}
     for name, value in found.items():
         if name.startswith("__") or isinstance(value, ModuleType):

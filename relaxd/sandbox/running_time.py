@@ -4,32 +4,34 @@ import time
 from collections.abc import Callable
 
 LOOK_SECONDS = 0.5
-"""Maximum seconds between two checks of the clock during a wait."""
+"""Maximum seconds that a wait lasts before the clock is read again."""
 LATE_SECONDS = 1.0
-"""Delay of a check, in seconds, above which the process counts as having been stopped."""
+"""If the clock is read later than planned by more than this number of seconds, the process counts as having been
+stopped in between."""
 
 
 def ran(planned: float, passed: float) -> float:
-    """Estimate for how many of `passed` seconds this process ran, when it planned to check the clock after `planned`.
+    """Estimate for how many of the last `passed` seconds this process ran, not stopped or suspended.
 
-    A check that is far too late means that the process was stopped at some time before the planned check, so half of
-    `planned` counts: results can still be read, and deadlines still end.
+    The process planned to read the clock after `planned` seconds. If it did so much later, it was stopped some time
+    before, and half of `planned` counts: results can still be read, and deadlines still end.
     """
     return passed if passed <= planned + LATE_SECONDS else planned / 2
 
 
 class RunningClock:
-    """A clock that stops while this process is stopped, as far as late checks of its planned waits show."""
+    """A clock that doesn't count time in which this process was stopped. It infers such times from waits that took much
+    longer than planned."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stood = 0.0
-        """Seconds for which the process was stopped."""
+        """Total seconds for which this process was stopped, as estimated so far."""
         self._wait: tuple[float, float] | None = None
-        """Start time and planned seconds of the current wait."""
+        """(start time, planned seconds) of the wait in progress; None outside of waits."""
 
     def now(self) -> float:
-        """Return the time, in seconds, and end the wait in progress."""
+        """Return the clock's time, in seconds; if `plan` announced a wait, it ends here."""
         now = self._clock()
         if self._wait is not None:
             begin, planned = self._wait
@@ -38,7 +40,8 @@ class RunningClock:
         return now - self._stood
 
     def plan(self, seconds: float) -> float:
-        """Begin a wait of at most `seconds`. Returns the seconds after which to call `now`."""
+        """Announce that the caller is about to wait. Returns how long to wait before the next call of `now`: at most
+        `seconds` and LOOK_SECONDS."""
         self.now()
         planned = min(seconds, LOOK_SECONDS)
         self._wait = (self._clock(), planned)

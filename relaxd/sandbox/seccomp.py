@@ -11,7 +11,7 @@ import termios
 from collections.abc import Iterable, Sequence
 
 _Numbers = tuple[int, int | None]
-"""Numbers of a system call on x86-64 and arm64; None if arm64 lacks it."""
+"""A system call's numbers on x86-64 and on arm64; None if arm64 lacks the call."""
 DENIED: dict[str, _Numbers] = {
     # Connections. Socket pairs are in ARGUMENTS: asyncio needs one. A filter can't see the addresses of sendmsg.
     "socket": (41, 198),
@@ -149,8 +149,8 @@ WRITING: dict[str, _Numbers] = {
     "mkdirat": (258, 34),
     "openat2": (437, 437),
 }
-"""Denied calls that change files; Landlock forbids these, too. `openat2` is denied because a filter can't see its
-flags; Python doesn't use it."""
+"""System calls that change files, which answers may not make; Landlock forbids them, too. `openat2` is denied because
+the filter can't see whether it opens a file for writing; Python doesn't use it."""
 ARGUMENTS: dict[str, _Numbers] = {
     "clone": (56, 220),
     "clone3": (435, 435),
@@ -165,7 +165,7 @@ ARGUMENTS: dict[str, _Numbers] = {
     "fcntl": (72, 25),
     "ioctl": (16, 29),
 }
-"""Calls that are allowed only with some arguments; see `filter_calls`."""
+"""System calls that answers may make only with certain arguments, as `filter_calls` says."""
 ADMINISTRATION = (
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsconfig"),
     *("fsmount", "fspick", "mount_setattr", "open_by_handle_at", "fanotify_init", "bpf", "perf_event_open"),
@@ -175,24 +175,25 @@ ADMINISTRATION = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "mknod", "mknodat"),
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),  # they open sockets unseen
 )
-"""Calls of DENIED that are also denied to trusted programs, which may start processes and use files."""
+"""Names of the system calls in DENIED that are also denied to enclosed programs, which are trusted more than answers:
+they may start processes and use files."""
 
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in the kernel's struct seccomp_data."""
+"""Byte offsets of call number, architecture and first argument in the kernel's struct seccomp_data."""
 _X32 = 0x40000000
-"""First number of x86-64's second set of calls (x32)."""
+"""Lowest system call number of the x32 ABI, x86-64's second set of calls, which is denied."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""By machine: the column of the call table, and the kernel's name (AUDIT_ARCH)."""
+"""For each machine type: the index of its numbers in the tables of calls, and the kernel's AUDIT_ARCH constant."""
 _SET_SECCOMP, _MODE_FILTER = 22, 2
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
 """Flags of clone for all namespaces except the time namespace, which clone can't create."""
 _SET_PARENT_DEATH_SIGNAL = 1
 _SOCKET_TYPE = 0xF
-"""Bits of socketpair's second argument for the type; the others are flags."""
+"""Mask of the socket type in socketpair's second argument; the other bits are flags."""
 _FCNTL = (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL)
 """Commands of fcntl that an answer may use: none that makes the kernel send signals, or locks or leases a file."""
 _IOCTL = (*(termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),)
@@ -205,15 +206,15 @@ class _Program(ctypes.Structure):
 
 
 def supported() -> bool:
-    """Return True if the filter supports this machine's system calls."""
+    """Return True if the system call filter supports this machine's processor architecture."""
     return platform.machine() in _ARCHITECTURES
 
 
 def filter_calls(pid: int) -> None:
-    """Deny this process, whose id is `pid`, the calls in the tables. Raises OSError.
+    """Permanently restrict the system calls of this process, which runs an answer. Raises OSError.
 
-    The process may signal only itself, start threads but no processes, open files only for reading, and send only to
-    the other end of a pair of stream sockets.
+    The process may signal only itself (`pid` is its id), start threads but no processes, open files only for reading,
+    and send only to the other end of a pair of stream sockets.
     """
     rules = {
         "clone": _unless(_step(_ANY_BIT, _CLONE_THREAD, 1, 0)),
@@ -240,10 +241,11 @@ def filter_calls(pid: int) -> None:
 
 
 def filter_programs(network: bool) -> None:
-    """Deny administrators' calls to this process and the programs that it starts, which are trusted more than answers.
+    """Permanently restrict the system calls of this process and the programs that it starts, less than for answers.
 
-    It can't create namespaces or mounts, or trace processes. Without `network` it can open local sockets only; others
-    fail as if there were no network. Raises OSError, also if the filter doesn't support this machine's system calls.
+    They can't administer the machine, create namespaces or mounts, or trace processes. Without `network` they can open
+    only local sockets; opening others fails as if there were no network. Raises OSError, also if the filter doesn't
+    support this machine.
     """
     if not supported():
         raise OSError(errno.ENOSYS, "the filter of system calls (seccomp) needs x86-64 or arm64")
@@ -258,9 +260,11 @@ def filter_programs(network: bool) -> None:
 
 
 def _install(denied: Iterable[_Numbers], rules: Iterable[tuple[_Numbers, list[bytes]]], foreign: int) -> None:
-    """Install the filter: it denies the `denied` calls, applies each rule to its calls, and allows all others.
+    """Install a seccomp filter that denies the system calls in `denied` and checks those in `rules`; others are
+    allowed.
 
-    `foreign` is the filter's result for calls of another architecture. Raises OSError.
+    A rule is a call's numbers and the filter instructions to execute for it. `foreign` is the filter's result for calls
+    of another architecture. Raises OSError.
     """
     column, architecture = _ARCHITECTURES[platform.machine()]
     code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, architecture, 1, 0), _step(_RETURN, foreign)]
@@ -286,21 +290,27 @@ def _deny(number: int) -> bytes:
 
 
 def _load(argument: int, half: int = 0) -> bytes:
-    """Return the step that loads half of an argument: the lower half, or the upper half (`half` = 4)."""
+    """Return the filter instruction that loads 32 bits of a system call's 64-bit argument: the lower ones (`half` = 0)
+    or the upper ones (`half` = 4)."""
     return _step(_LOAD, _FIRST_ARGUMENT + 8 * argument + half)
 
 
 def _unless(test: bytes, argument: int = 0, error: int = errno.EPERM) -> list[bytes]:
-    """Return the steps that deny a call unless `test` of its argument (the lower half) skips the denial."""
+    """Return filter instructions that deny a system call unless its argument passes `test`.
+
+    `test` is an instruction that reads the argument's lower 32 bits, and skips the next instruction, the denial, if the
+    call is allowed.
+    """
     return [_load(argument), test, _deny(error), _step(_RETURN, _ALLOW)]
 
 
 def _only(values: Sequence[int], argument: int) -> list[bytes]:
-    """Return the steps that deny a call unless its argument (the lower half) is among `values`."""
+    """Return filter instructions that deny a system call unless its argument's lower 32 bits are one of `values`."""
     tests = [_step(_EQUAL, value, len(values) - number, 0) for number, value in enumerate(values)]
     return [_load(argument), *tests, _deny(errno.EPERM), _step(_RETURN, _ALLOW)]
 
 
 def _deny_unless_equal(argument: int, value: int, half: int = 0) -> list[bytes]:
-    """Return the steps that deny a call unless half of its argument is `value`, and otherwise continue."""
+    """Return filter instructions that deny a system call unless 32 bits of its argument (see `_load`) equal `value`;
+    otherwise the next instructions decide."""
     return [_load(argument, half), _step(_EQUAL, value, 1, 0), _deny(errno.EPERM)]

@@ -21,14 +21,14 @@ from relaxd.sandbox.limits import Limits, confine, make_rules
 from relaxd.sandbox.program import CONTEST
 
 CHANNEL = 3
-"""File descriptor of the socket in a child."""
+"""File descriptor at which a forked child finds the socket to its watcher."""
 MESSAGE_BYTES = 64
 IMPORTED = (*CONTEST, "dataclasses", "decimal", "fractions", "queue")
-"""Modules that answers use, imported before forking so that children have them at once."""
+"""Modules that answers often use. The zygote imports them before it forks, so that children needn't."""
 
 
 def main() -> None:
-    """Fork on request until the socket's other end closes."""
+    """Run the zygote: start and kill confined processes as messages request, until the other end closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts from a terminal
     limits = Limits(**json.loads(sys.argv[2]))
     rules = make_rules(limits)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _become(given: list[int], limits: Limits, rules: int | None) -> None:
-    """Turn a forked child into a confined process, and run its job."""
+    """Confine this process, a forked child, then receive and execute its job. Never returns: the process exits."""
     status = 1
     try:
         null = os.open(os.devnull, os.O_RDWR)
@@ -86,7 +86,7 @@ def _become(given: list[int], limits: Limits, rules: int | None) -> None:
 
 
 def _above(descriptor: int) -> int:
-    """Return a copy of a descriptor with a number above those that a child uses."""
+    """Duplicate a file descriptor to a number of at least 16, above those that a child uses."""
     import fcntl
 
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 16)

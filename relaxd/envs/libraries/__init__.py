@@ -1,1 +1,2 @@
-"""Environments of other libraries, unmodified: one file each, in an interpreter that has the library (agent.python)."""
+"""Adapters for environments of other libraries, which stay unmodified: a file for each library. They run in an
+interpreter that has the library (agent.python)."""

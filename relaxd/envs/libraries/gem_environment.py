@@ -1,4 +1,4 @@
-"""Environments of GEM (gem-llm), by their names."""
+"""Adapter for environments of GEM (gem-llm), which are chosen by name."""
 
 from typing import Any
 
@@ -13,20 +13,22 @@ except ImportError as error:
 
 
 class GemEnvironment(GymEnvironment):
-    """A conversation with gem.make(env_id). An action is the text of the model's message."""
+    """A conversation with an environment of GEM, gem.make(env_id). The text of each message of the model is an
+    action."""
 
     def __init__(self, env_id: str, **settings: Any) -> None:
-        """Raises ValueError for an unknown environment. `settings`: arguments of gem.make."""
+        """Create the GEM environment `env_id` with `settings` as arguments of gem.make. Raises ValueError if it is
+        unknown."""
         super().__init__(gem.make(env_id, **settings))
 
     def open(self, sample: Sample) -> str:
-        """Reset the environment with the group's seed. Its first observation follows the prompt."""
+        """Reset the environment with the group's seed. Returns its first observation, which follows the prompt."""
         with seeding:
             observation, info = self._environment.reset(seed=sample.seed % SEEDS)
         return _with_suffix(observation, info)
 
     def step(self, reply: Any) -> Step:
-        """Take the text of a message as an action."""
+        """Give the text of the model's message to the environment as an action."""
         observation, reward, terminated, truncated, info = self._environment.step(reply.text)
         return Step(_with_suffix(observation, info), reward, bool(terminated or truncated), info)
 

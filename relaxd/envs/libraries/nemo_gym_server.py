@@ -1,4 +1,4 @@
-"""Tasks of NeMo Gym's resources servers (version 0.7): their tools, and their verification as reward."""
+"""Adapter for tasks of NeMo Gym's resources servers (version 0.7): their tools, and their verification as reward."""
 
 import json
 import time
@@ -11,24 +11,24 @@ import aiohttp
 from relaxd.envs.environment import BadEnvironmentError, Environment, Reply, Sample, Step, ToolCall, tool_message
 
 PARAMETERS = "responses_create_params"
-"""Field of a row with a request of OpenAI's responses API: input and tools."""
+"""Key of a row under which a request of OpenAI's responses API is, with input and tools."""
 
 
 class NemoGymServer(Environment):
-    """A session of a resources server, which runs like NeMo Gym's simple_agent.
+    """A conversation with a resources server, which runs like NeMo Gym's simple_agent.
 
-    Calls of tools go to the server; the first message without a call is verified. Numbers: those that the
-    verification returns.
+    Tool calls go to the server. The first message without a call makes the server verify the conversation. The metrics
+    are the numbers that the verification returns.
     """
 
     def __init__(self, url: str, *, max_steps: int = 0) -> None:
-        """Set the server.
+        """Check the settings, without connecting to the server.
 
         Args:
             url: the server's address, such as "http://host:8000".
             max_steps: number of messages after which the conversation is verified in any case; 0: no limit.
 
-        Raises ValueError: max_steps is negative.
+        Raises ValueError if max_steps is negative.
         """
         if max_steps < 0:
             raise ValueError(f"max_steps is {max_steps}: it must be at least 0")
@@ -38,7 +38,7 @@ class NemoGymServer(Environment):
         self._http: aiohttp.ClientSession | None = None
 
     async def open(self, sample: Sample) -> None:
-        """Start a session for the sample's row, and read its tools."""
+        """Start a session on the server for the sample's row, and take the tools from the row."""
         answer = {"answer": sample.answer} if sample.answer else {}
         self._row = answer | dict(sample.metadata)
         parameters = self._row.get(PARAMETERS)
@@ -55,7 +55,8 @@ class NemoGymServer(Environment):
         await self._checked("seed_session", self._row)
 
     async def step(self, reply: Reply) -> Step:
-        """Call the tools of a message, or verify the conversation."""
+        """Call the tools of the model's message. Have the server verify the conversation after a message without calls,
+        one that was cut off, or the last of `max_steps`."""
         self._steps += 1
         if reply.text or not reply.tool_calls:
             text = {"type": "output_text", "text": reply.text, "annotations": []}
@@ -82,12 +83,12 @@ class NemoGymServer(Environment):
         return Step(messages, reward, True, numbers)
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection to the server."""
         if self._http is not None:
             await self._http.close()
 
     def _response(self) -> dict[str, Any]:
-        """Return the messages of model and tools as a response in OpenAI's form."""
+        """Return the conversation's messages, by model and tools, as a response in OpenAI's form."""
         parameters = self._row[PARAMETERS]
         return {
             "id": f"resp_{uuid4().hex}",
@@ -102,14 +103,15 @@ class NemoGymServer(Environment):
         }
 
     async def _called(self, call: ToolCall) -> str:
-        """Return the server's answer to a call as text for the model, errors included."""
+        """Have the server execute a tool call. Returns its answer or error as text for the model."""
         names = [one["function"]["name"] for one in self.tools]
         if call.name not in names:  # the model may not call the server's other addresses
             return f"Error: there is no tool {call.name!r}; there are {', '.join(names)}"
         return (await self._post(call.name, call.arguments))[1]
 
     async def _checked(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Post to an address of the server. Raises BadEnvironmentError if the answer is an error or no object."""
+        """Post to a path of the server, and return the JSON object that it answers. Raises BadEnvironmentError if the
+        answer is an error or no object."""
         status, text = await self._post(path, body)
         try:
             found = json.loads(text)
@@ -129,7 +131,7 @@ class NemoGymServer(Environment):
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool of the responses API in the form of chat templates."""
+    """Convert the schema of a tool from the form of OpenAI's responses API to the form of chat templates."""
     kept = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
     return {"description": "", "parameters": {"type": "object", "properties": {}}} | kept
 

@@ -1,4 +1,4 @@
-"""Environments of an OpenEnv server."""
+"""Adapter for environments of an OpenEnv server."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ except ImportError as error:
 
 
 class OpenEnvServer(Environment):
-    """A session of an OpenEnv server. An action is the text of the model's message."""
+    """A conversation with an OpenEnv server. The text of each message of the model is an action."""
 
     def __init__(
         self,
@@ -25,12 +25,12 @@ class OpenEnvServer(Environment):
         action: Mapping[str, Any] | None = None,
         reset: Mapping[str, Any] | None = None,
     ) -> None:
-        """Set the server.
+        """Store the settings, without connecting to the server.
 
         Args:
             url: the server's address, such as "http://host:8000".
-            action_key: field of an action for the text of the model's message.
-            observation_key: field of an observation that the model sees; empty: all of it, as JSON.
+            action_key: field of an action that gets the text of the model's message.
+            observation_key: field of an observation that the model sees; empty: the whole observation, as JSON.
             action: other fields of each action.
             reset: arguments of reset besides the seed.
         """
@@ -40,7 +40,8 @@ class OpenEnvServer(Environment):
         self._action, self._reset = dict(action or {}), dict(reset or {})
 
     async def open(self, sample: Sample) -> str:
-        """Start a session with the group's seed. Its first observation follows the prompt."""
+        """Start a session on the server with the group's seed. Returns the first observation, which follows the
+        prompt."""
         try:
             await self._client.connect()
         except (OSError, TimeoutError) as error:
@@ -48,12 +49,12 @@ class OpenEnvServer(Environment):
         return self._text((await self._client.reset(seed=sample.seed % SEEDS, **self._reset)).observation)
 
     async def step(self, reply: Reply) -> Step:
-        """Take the text of a message as an action."""
+        """Send the text of the model's message to the server as an action."""
         result = await self._client.step({**self._action, self._action_key: reply.text})
         return Step(self._text(result.observation), result.reward or 0.0, bool(result.done))
 
     async def close(self) -> None:
-        """End the session."""
+        """End the session on the server."""
         await self._client.close()
 
     def _text(self, observation: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Games of TextArena, by their names, for one player or against a function."""
+"""Adapter for games of TextArena, which are chosen by name, for a single player or against a user's function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,14 @@ except ImportError as error:
 
 
 class TextArenaGame(Environment):
-    """A game of textarena.make(env_id). A move is the text of the model's message.
+    """A game of TextArena, textarena.make(env_id). The text of each message of the model is a move.
 
-    The reward is the game's final reward for the model. Numbers: `moves`, and `invalid_move`, 1 if the model made one.
+    The reward is the game's final reward for the model. The metrics are `moves`, and `invalid_move`, which is 1 if the
+    model made an invalid move.
     """
 
     def __init__(self, env_id: str, *, players: int = 1, player: int = 0, opponent: str = "", **settings: Any) -> None:
-        """Check the settings.
+        """Check the settings and create the game.
 
         Args:
             env_id: name of the game, such as "GuessTheNumber-v0".
@@ -30,7 +31,7 @@ class TextArenaGame(Environment):
                 text, and returns the move.
             settings: arguments of textarena.make.
 
-        Raises ValueError: there is no such game or player, or other players have no opponent function.
+        Raises ValueError if there is no such game or player, or other players have no opponent function.
         """
         if not 0 <= player < players:
             raise ValueError(f"player is {player}: it must be 0 to {players - 1}, as players is {players}")
@@ -62,7 +63,8 @@ class TextArenaGame(Environment):
         return Step(None, rewards[self._player], True, {"moves": self._moves, "invalid_move": invalid})
 
     def _observation(self, done: bool) -> tuple[str, bool]:
-        """Return the observation since the model's last turn, and whether the game is over."""
+        """Make the other players' moves until it is the model's turn. Returns what is new since the model's last turn,
+        and whether the game is over."""
         while not done:
             player, text = self._game.get_observation()
             if player == self._player or self._opponent is None:

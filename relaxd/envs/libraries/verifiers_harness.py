@@ -23,7 +23,8 @@ except ImportError as error:
 
 Returned = TypeVar("Returned")
 NO_KEY_VARIABLE = "RELAXD_NO_KEY"
-"""Name of an unset environment variable, so that no key is sent: the conversation's key travels as x-api-key."""
+"""Name of an environment variable that is never set, so that verifiers sends no key of its own. The conversation's key
+is sent as x-api-key."""
 
 
 async def solve(
@@ -35,7 +36,8 @@ async def solve(
     agent_config: Mapping[str, Any] | None = None,
     max_tasks: int = 10_000,
 ) -> tuple[float, dict[str, float]]:
-    """Have a harness solve the sample's task; return the task's reward, and its metrics and rewards by name.
+    """Have a harness of verifiers solve the sample's task. Returns the task's reward, and its metrics and rewards by
+    name.
 
     Args:
         sample: the sample; `idx` in its metadata chooses the task, or else its seed.
@@ -46,7 +48,7 @@ async def solve(
             is "bash", a loop with a shell, and programs run as processes of this machine.
         max_tasks: maximum number of tasks: only the first ones are used, because a taskset may be infinite.
 
-    Raises BadEnvironmentError: there is no such task, or verifiers reports an error.
+    Raises BadEnvironmentError if there is no such task, or verifiers reports an error.
     """
     found, tasks = load_tasks(taskset, config, max_tasks)
     settings = vf.AgentConfig.model_validate(
@@ -76,9 +78,9 @@ async def _run(settings: Any, taskset: Any, task: Any) -> Any:
 
 
 _serving: dict[Any, tuple[AsyncExitStack, Mapping[str, Any]]] = {}
-"""Servers of the tools that a taskset's tasks share, kept until this process ends."""
+"""Running tool servers that the tasks of a taskset share, by taskset. They are kept until this process ends."""
 _starting = asyncio.Lock()
-"""Lock held while the servers start; it belongs to the event loop of all tasks."""
+"""Lock held while tool servers start. It belongs to the event loop in which all tasks run."""
 
 
 async def _shared_tools(taskset: Any, is_local: bool) -> Mapping[str, Any]:
@@ -93,8 +95,8 @@ async def _shared_tools(taskset: Any, is_local: bool) -> Mapping[str, Any]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all tasks. Tasks share verifiers' locks, so they can't use the separate loop of each
-    function."""
+    """Return the event loop in which all tasks run. Tasks share verifiers' locks, so they can't use the separate loop
+    of each function."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop

@@ -1,4 +1,4 @@
-"""Tasks of verifiers' tasksets (version 0.4), without tools: their prompts, and their rewards and metrics."""
+"""Adapter for tasks of verifiers' tasksets (version 0.4) without tools: their prompts, rewards and metrics."""
 
 import json
 import threading
@@ -24,10 +24,11 @@ _loading = threading.Lock()
 
 
 class VerifiersTask(Environment):
-    """Shows a task's prompt, and scores the model's message. Numbers: metrics and rewards of the task, by name."""
+    """Environment that shows the prompt of a verifiers task, and scores the model's message. Its metrics are the task's
+    metrics and rewards, by name."""
 
     def __init__(self, taskset: str, *, config: Mapping[str, Any] | None = None, max_tasks: int = 10_000) -> None:
-        """Load the taskset, once in a process.
+        """Load the taskset, once per process.
 
         Args:
             taskset: name of an installed taskset, or "file.py:Class" or "package.module:Class".
@@ -46,7 +47,7 @@ class VerifiersTask(Environment):
         self._runtime: Any = None
 
     async def open(self, sample: Sample) -> str:
-        """Take the task with the number `idx` from the sample's metadata, or one chosen by its seed."""
+        """Set up the sample's task, which `idx` in its metadata or else its seed chooses. Returns the task's prompt."""
         self._task = task = task_for(sample, self._tasks)
         self._trace = vf.Trace(
             task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
@@ -62,7 +63,7 @@ class VerifiersTask(Environment):
         return text
 
     async def step(self, reply: Reply) -> Step:
-        """Score the message, which ends the conversation."""
+        """Score the model's message, which ends the conversation."""
         self._add(vf.AssistantMessage(content=reply.text), sampled=True)
         trace, task = self._trace, self._task
         trace.is_completed = trace.ok = True
@@ -71,7 +72,7 @@ class VerifiersTask(Environment):
         return Step(None, trace.reward, True, scores_of(trace))
 
     async def close(self) -> None:
-        """Remove the resources of the task's runtime."""
+        """Stop the task's runtime and remove its resources."""
         if self._runtime is not None:
             await self._runtime.stop()
 
@@ -81,14 +82,14 @@ class VerifiersTask(Environment):
 
 
 def load_tasks(name: str, config: Mapping[str, Any] | None, max_tasks: int) -> tuple[Any, list[Any]]:
-    """Return a taskset and its first tasks, which are loaded once in a process.
+    """Return a taskset and its first tasks. They are loaded once per process.
 
     Args:
         name: name of an installed taskset, or "file.py:Class" or "package.module:Class".
-        config: its settings.
+        config: settings of the taskset.
         max_tasks: maximum number of tasks.
 
-    Raises BadEnvironmentError: it has no task.
+    Raises BadEnvironmentError if the taskset has no task.
     """
     with _loading:
         return _load_tasks(name, json.dumps(dict(config or {}), sort_keys=True), max_tasks)
@@ -106,7 +107,8 @@ def _load_tasks(name: str, config: str, max_tasks: int) -> tuple[Any, list[Any]]
 
 
 def task_for(sample: Sample, tasks: Sequence[Any]) -> Any:
-    """Return the task with the number `idx` from the sample's metadata, or one chosen by its seed."""
+    """Return the sample's task: the one with the number `idx` in the sample's metadata, or else one chosen by the
+    sample's seed. Raises BadEnvironmentError if there is no such task."""
     index = sample.metadata.get("idx", sample.seed % len(tasks))
     if not isinstance(index, int) or not 0 <= index < len(tasks):
         raise BadEnvironmentError(f"idx is {index!r}: the taskset has the tasks 0 to {len(tasks) - 1}")
@@ -114,6 +116,6 @@ def task_for(sample: Sample, tasks: Sequence[Any]) -> Any:
 
 
 def scores_of(trace: Any) -> dict[str, float]:
-    """Return a trace's metrics and rewards by name."""
+    """Return the metrics and rewards of a finished task's trace, by name."""
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     return {name: value for name, value in trace.metrics.items() if value is not None} | scores

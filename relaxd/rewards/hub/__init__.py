@@ -1,1 +1,2 @@
-"""Bundled rewards, one file each, listed in `relaxd.rewards.table`. Mathematical ones are in another folder."""
+"""Bundled rewards, one file each, listed in `relaxd.rewards.table`. Rewards for mathematics are in
+`relaxd.rewards.mathematics`."""

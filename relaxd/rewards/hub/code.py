@@ -67,9 +67,9 @@ class Code:
         self._sandbox = Sandbox(Limits(seconds, memory_mb << 20, output_kb << 10, confine_files))
 
     def __call__(self, sample: RewardInput) -> dict[str, float]:
-        """Score a sample.
+        """Score an answer's code by the prompt's tests.
 
-        Raises ValueError if the prompt has no tests or wrong tests, and ConfinementError.
+        Raises ValueError if the prompt has no tests or invalid ones, and ConfinementError.
         """
         cases = cases_of(sample)
         code, fenced = code_in(sample.response)
@@ -92,7 +92,7 @@ class Code:
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-"""Relative and absolute tolerance of numbers, equal to numpy.allclose's."""
+"""Relative and absolute tolerance when a program's numbers are compared; numpy.allclose's defaults."""
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -141,14 +141,16 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 
 def _is_whole_value(ours: str, theirs: str) -> bool:
-    """Return True if `ours` is the whole number `theirs`, compared digit by digit; it may be written like "4.0" or
-    "+4"."""
+    """Return True if the printed number `ours` equals the expected whole number `theirs`, digit by digit.
+
+    `ours` may be written as "4.0" or "+4".
+    """
     whole, _, rest = ours.partition(".")
     return not rest.strip("0") and _unsigned_zero(whole) == _unsigned_zero(theirs)
 
 
 def _unsigned_zero(number: str) -> str:
-    """Return a whole number without a plus, and without the minus of floats' negative zero."""
+    """Return a whole number without a plus sign; "-0", a float's negative zero, becomes "0"."""
     return "0" if number == "-0" else number.removeprefix("+")
 
 
@@ -162,7 +164,7 @@ def _as_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one test."""
+    """Whether an answer's program passed one test."""
 
     passed: bool
     unplain: bool = False
@@ -173,16 +175,14 @@ FAILED = Verdict(False)
 
 
 class BrokenTestError(ValueError):
-    """A test itself is wrong."""
+    """The prompt's test is faulty, whatever the answer is."""
 
 
 def judge(sandbox: Sandbox, code: str, cases: Cases, deadline: float, separate: bool) -> Iterator[Verdict]:
-    """Yield the verdict on each test.
+    """Run an answer's code against the tests, and yield for each test whether the code passed.
 
-    After `deadline`, by the sandbox's clock, all tests fail.
-
-    `separate` runs tests in Python in another process than the answer. Raises BrokenTestError, and ConfinementError if
-    this machine can't confine a process.
+    After `deadline`, by the sandbox's clock, all tests fail. If `separate`, tests in Python run in another process than
+    the answer. Raises BrokenTestError, and ConfinementError if this machine can't confine a process.
     """
     if isinstance(cases, Asserts):
         # A reply may repeat the prompt's beginning of the program.
@@ -221,7 +221,7 @@ def _run_call(functions: "_Functions", case: Call) -> Verdict:
 
 
 class _Functions:
-    """Calls the answer's functions in a confined process, which is restarted if it ended."""
+    """Calls the answer's functions in a confined process. A process that has ended is restarted at the next call."""
 
     def __init__(self, sandbox: Sandbox, program: dict[str, Any], deadline: float) -> None:
         self._sandbox = sandbox
@@ -231,14 +231,17 @@ class _Functions:
         self._names: Any = None
 
     def names(self) -> Any:
-        """Load the program, and return its names; None if it can't be loaded. Raises Stopped."""
+        """Return the names that the answer's program defines; None if the program can't be loaded.
+
+        Starts the process if none is alive. Raises Stopped.
+        """
         if self._process is None or not self._process.alive:
             self._process = self._sandbox.start(self._job, self._deadline)
             self._names = self._process.receive().get("names")
         return self._names
 
     def call(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Call a function. Raises Stopped."""
+        """Call a function of the answer, and return the process's reply. Raises Stopped, also if it can't be loaded."""
         if self.names() is None:
             raise Stopped("it can't be loaded")
         assert self._process is not None
@@ -247,7 +250,7 @@ class _Functions:
         return found
 
     def end(self) -> None:
-        """End the process."""
+        """End the confined process, if it was started."""
         if self._process is not None:
             self._process.end()
 
@@ -280,7 +283,9 @@ def _run_asserts(
 
 
 def _start_tester(sandbox: Sandbox, cases: Asserts, deadline: float, given: Any) -> Confined | None:
-    """Start the process that runs the tests, with the names of the answer's functions or the answer's program.
+    """Start the process that runs the tests.
+
+    `given` has the names of the answer's functions, or the answer's program to run in the same process.
 
     Returns None if the answer can't be loaded, or the tests' setup fails. Raises Stopped, BrokenTestError.
     """

@@ -10,22 +10,22 @@ from relaxd.media.messages import THINKING
 from relaxd.rewards.interface import RewardInput, ground_truth
 
 _MARKERS = re.compile(r"[ \t]*+(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]++|>[ \t]*+)*+")
-"""Pattern of list and quote marks at the beginning of a line."""
+"""Pattern of Markdown's list and quote marks at the beginning of a line."""
 _TILDES = re.compile(r"(~{3,}+)(.*)")
 _BACKTICKS = re.compile(r"(?<!`)(`{3,}+)([^`]*)\Z")
 _PYTHON = re.compile(r"\{?\s*\.?(?:language-|lang-)?i?py(?:thon)?-?[0-9.]*(?![\w-])", re.IGNORECASE)
 _LANGUAGE = re.compile(r"[\w{.]")
-"""Pattern of the beginning of a language's name after a fence."""
+"""Pattern of the first character of a language's name after a code block's fence."""
 _ROOM = 3
 """Maximum number of blanks by which a closing fence is indented more than its opening fence, as in CommonMark."""
 
 
 @dataclass
 class _Block:
-    """A fenced block while its lines are read."""
+    """A fenced code block of a reply; collects the block's lines during parsing."""
 
     fence: str
-    """Opening fence, such as "```"."""
+    """The block's opening fence, such as "```"."""
     info: str
     """Text after the opening fence, which names the language."""
     indent: int
@@ -36,7 +36,7 @@ class _Block:
     closed: bool = False
 
     def unquoted(self, line: str) -> str:
-        """Return a line without the block's quote marks."""
+        """Return a line of the block without the quote marks (">") that precede it."""
         return re.sub(rf"\A(?:[ \t]*+> ?){{1,{self.quotes}}}", "", line) if self.quotes else line
 
     def behind_fence(self, line: str) -> str | None:
@@ -47,7 +47,7 @@ class _Block:
         return said.lstrip(self.fence[0]).strip()
 
     def ends_in(self, line: str) -> bool:
-        """Return True if a line of code ends with the closing fence, which should be on the next line."""
+        """Return True if the closing fence is at the end of a line of code, instead of on a line of its own."""
         said = line.strip()
         return said.endswith(self.fence) and said.strip(self.fence[0]) != "" and said.count(self.fence) % 2 == 1
 
@@ -81,7 +81,7 @@ def code_in(reply: str) -> tuple[str, bool]:
 
 
 def _read(text: str) -> tuple[str, list[_Block]]:
-    """Return a text up to thinking that was cut off, and the text's fenced blocks."""
+    """Return the text before any unfinished thinking, and the fenced blocks in that text."""
     lines = re.findall(r"[^\n]*\n|[^\n]+", text)
     closable = _closable(lines)
     blocks: list[_Block] = []
@@ -122,7 +122,7 @@ def _closable(lines: Sequence[str]) -> set[int]:
 
 
 def _opened(line: str, closable: bool) -> _Block | None:
-    """Return the block that a line opens, or None. A fence of ~~~ must be `closable` or marked as Python."""
+    """Return a new code block if a line opens one, else None. A fence of ~~~ must be `closable` or marked as Python."""
     marks = _MARKERS.match(line)
     assert marks is not None  # it also matches nothing
     said = line[marks.end() :].rstrip()
@@ -146,7 +146,7 @@ RIGHT = (
 
 @dataclass(frozen=True)
 class Script:
-    """Standard input of a program, and its expected output."""
+    """A test of a whole program: its standard input, and the output to expect."""
 
     stdin: str
     stdout: str
@@ -154,7 +154,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Call:
-    """Name and arguments of a function, and its expected result, as JSON values."""
+    """A test that calls a function: the function's name, its arguments and its expected result, as JSON values."""
 
     name: str
     arguments: Sequence[Any]
@@ -163,22 +163,22 @@ class Call:
 
 @dataclass(frozen=True)
 class Asserts:
-    """Tests in Python, which raise on failure."""
+    """Tests as Python code, which raises an exception if the answer is wrong."""
 
     setup: str
     """Code to run before the tests."""
     tests: tuple[str, ...]
     prefix: str = ""
-    """Code of the prompt that the answer continues."""
+    """Beginning of the program, from the prompt, that the answer continues."""
     entry_point: str = ""
-    """Name of the tested function, if the data give it."""
+    """Name of the tested function; "" if the data don't name it."""
 
 
 Cases = tuple[Script, ...] | tuple[Call, ...] | Asserts
 
 
 def cases_of(sample: RewardInput) -> Cases:
-    """Return the tests of a sample's prompt. Raises ValueError if it has none, or an invalid one."""
+    """Return the tests of a sample's prompt. Raises ValueError if the prompt has no tests or an invalid one."""
     metadata = sample.metadata
     for where, given in (("metadata.input_output", metadata.get("input_output")), ("answer", ground_truth(sample))):
         pairs = _mapping(given)
@@ -212,7 +212,8 @@ def _pairs(where: str, pairs: Mapping[str, Any]) -> tuple[Script, ...] | tuple[C
 
 
 def _arguments(where: str, given: Any) -> Sequence[Any]:
-    """Return arguments from a list, or from verl's format: one line of JSON per argument."""
+    """Return the arguments of a test's function call, from a list or from verl's format: a line of JSON per
+    argument."""
     if isinstance(given, list):
         return given
     return [_value(where, line) for line in str(given).split("\n")]

@@ -54,7 +54,7 @@ def _valid_letters(given: object, choices: int) -> str:
 
 
 def _right_letter(sample: RewardInput, choices: Sequence[str], valid: str) -> str | None:
-    """Return the right letter, or None if only the answer's text can be searched for."""
+    """Return the letter of the right choice; None if the prompt has no choices, only an answer text to search for."""
     named = str(sample.metadata.get("correct_letter") or "").strip().upper()
     answer = sample.answer.strip()
     bare = answer.strip("()[]{}.: ").upper()

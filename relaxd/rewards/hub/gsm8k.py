@@ -32,7 +32,7 @@ def gsm8k(sample: RewardInput) -> dict[str, float]:
 
 @lru_cache(1024)  # the samples of a group share it
 def _expected(answer: str) -> tuple[str, Decimal]:
-    """Return the number of a reference answer, as text and as number. Raises ValueError."""
+    """Return the number in a reference answer, as text and as a Decimal. Raises ValueError if there is none."""
     number = _marked(answer) or answer
     value = _value(number)
     if value is None:
@@ -41,7 +41,7 @@ def _expected(answer: str) -> tuple[str, Decimal]:
 
 
 def _marked(text: str) -> str | None:
-    """Return the number after the last "####" that has one; None if a formula begins with that number."""
+    """Return the number after the last "####" that a number follows; None if the number begins a formula."""
     end = len(text)
     while (place := text.rfind("####", 0, end)) >= 0:
         if match := _MARKED.match(text, place):

@@ -86,7 +86,7 @@ def _instructions(
 
 @cache
 def ifbench_checkers() -> dict[str, Any]:
-    """Return if-verifiable's checkers by instruction, four of them corrected."""
+    """Return IFBench's checkers by instruction id: if-verifiable's, of which four are replaced by corrected ones."""
     from if_verifiable.ifbench import INSTRUCTION_DICT
 
     checks = {
@@ -103,15 +103,17 @@ def ifbench_checkers() -> dict[str, Any]:
 
 
 def _words_position(self: Any, value: str) -> bool:
-    """Return True if the second and the second last word are the keyword, in any case. A final punctuation mark is no
-    word."""
+    """Return True if the reply's second word and its last but one are the keyword, ignoring case.
+
+    A final punctuation mark is no word.
+    """
     words = [word.lower() for word in _tokens(value)]
     last = -3 if words and words[-1] in string.punctuation else -2
     return len(words) >= -last and words[1] == words[last] == self._keyword.lower()
 
 
 def _keyword_position(self: Any, value: str) -> bool:
-    """Return True if word m of sentence n is the keyword, in any case. Punctuation marks are no words."""
+    """Return True if word m of the reply's sentence n is the keyword, ignoring case. Punctuation marks are no words."""
     from if_verifiable.ifbench import instructions_util
 
     sentences = instructions_util.split_into_sentences(value)
@@ -122,13 +124,13 @@ def _keyword_position(self: Any, value: str) -> bool:
 
 
 def _title_case(self: Any, value: str) -> bool:
-    """Return True if no word begins with a small letter. Punctuation, numbers and words like "iPhone" are ignored."""
+    """Return True if no word of the reply begins with a small letter. Words like "iPhone" and numbers are ignored."""
     words = (word for word in _tokens(value) if word[0].isalpha())
     return not any(word[0].islower() and (word[1:].islower() or word[1:].isupper() or not word[1:]) for word in words)
 
 
 def _quotes_are_explained(self: Any, value: str) -> bool:
-    """Return True if no quotation directly follows another one or ends the reply."""
+    """Return True if the reply doesn't end with a quotation, and no quotation directly follows another."""
     text = "".join(value.translate({0x201C: '"', 0x201D: '"'}).replace("'\"'", "").split())
     rest = text.strip(string.digits + string.punctuation.replace('"', ""))
     return '""' not in text and not rest.endswith('"')

@@ -10,27 +10,27 @@ _STATED = re.compile(
     r"(?i:\banswer\s*+(?:is\s*+:?+|:|=))[\s*_(\[{\"'\u2018\u201c$]*+(?:\\(?:boxed|text|mathrm)\{)*+\(?+"
     r"([A-Za-z])(?![^\W_]|['\u2019-]\w|[+#])(?=([^\n]{0,40}))"
 )
-"""Pattern of a stated letter and the text after it. Quantifiers are possessive, to avoid backtracking."""
+"""Pattern of "answer is X" with the letter X, and of the text after it. Possessive quantifiers avoid backtracking."""
 _NO_WORD = re.compile(
     r"[*_)\]}\"'\u2019\u201d$]|[.,;:!?](?!\w)|\s*+$|\s++(?:because|since|as|so|and|but|not|for|due)\b"
 )
-"""Pattern of the text after "a" or "I" if they are letters of choices, not words."""
+"""Pattern of text that may follow "a" or "I" only where they name a choice, not where they are words."""
 _OR = re.compile(
     r"[*_)\]}\"'\u2019\u201d$]*+\s*+(?:(?:or\b|/|&)|and\b(?!\W++\w\s++\w))[\s*_(\[\"'\u2018\u201c$]*+(?:[A-Z]\b|[a-z]\))"
 )
-"""Pattern of the text after a stated letter if the answer names a second letter."""
+"""Pattern of text such as "or B", which names a second choice after the first letter."""
 _SURE = frozenset("BCDEFGHJKLMNOPQRSTUVWXYZ")
-"""Capital letters that aren't also words, unlike A and I."""
+"""Capital letters that can only name a choice; A and I are also words."""
 
 
 def multiple_choice(sample: RewardInput) -> dict[str, float]:
     """1 if the reply's letter is the answer's, else 0.
 
     After the thinking, the reply's letter is in its last <answer>...</answer>; or else in the last "answer is X" or
-    "Answer: X"; or else the whole reply is a letter such as "B", "(B)" or "B.". A stated small letter, A or I must be
-    set apart as in "(b)" or end its line or sentence, because "The answer is a matter of ..." names no letter. A reply
-    without a letter, or that states two ("A or B"), is wrong. Parts: accuracy (equal to the reward), and format: 1 if a
-    letter was found.
+    "Answer: X"; or else the whole reply is a letter such as "B", "(B)" or "B.". In a sentence, "A", "I" and small
+    letters count only if marked as in "(b)", at the end of a line or sentence, or before a word such as "because": "The
+    answer is a matter of ..." names no letter. A reply that names no letter, or two ("A or B"), is wrong. Parts:
+    accuracy (equal to the reward), and format: 1 if a letter was found.
 
     Raises:
         ValueError: the answer isn't a letter.

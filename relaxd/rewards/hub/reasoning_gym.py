@@ -13,18 +13,18 @@ from relaxd.rewards.interface import RewardInput, TooSlow, time_limit
 from relaxd.rewards.mathematics.equality import Unreadable, parse
 
 _FORMULAS = frozenset({"countdown", "puzzle24", "simple_integration", "intermediate_integration"})
-"""Tasks that parse an answer with sympy's parser, which calls eval."""
+"""Names of reasoning-gym tasks that parse an answer with sympy's parser, which calls eval."""
 _LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-"""Tasks that call eval for an answer that may be a list."""
+"""Names of reasoning-gym tasks that call eval on an answer, which may be a list."""
 _FRACTIONS = frozenset({"coin_flip"})
-"""Tasks that parse fractions, where 1e999999999 would take all memory."""
+"""Names of reasoning-gym tasks that parse an answer as a fraction; 1e999999999 would take all memory."""
 _WORD = re.compile(r"[^\W\d_]+")
 _FUNCTIONS = frozenset(
     "sqrt sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln pi abs Abs".split()  # noqa: SIM905
 )
 _LARGE_EXPONENT = re.compile(r"[eE][-+]?[0-9_]{4}")
 UNREADABLE = "("
-"""An answer that no task can parse; it replaces unsafe answers."""
+"""A text that no task can parse as an answer; it replaces unsafe answers."""
 
 
 def readable(answer: str, task: str) -> str:
@@ -41,7 +41,7 @@ def readable(answer: str, task: str) -> str:
 
 
 def make_safe(task: object, name: str) -> None:
-    """Replace eval by `ast.literal_eval` in the module of a task that evaluates lists."""
+    """Replace eval by `ast.literal_eval` in a task's module if the task evaluates answers that are lists."""
     if name in _LISTS:
         module: Any = sys.modules[type(task).__module__]
         module.eval = ast.literal_eval
@@ -97,7 +97,7 @@ def reasoning_gym(sample: RewardInput) -> dict[str, float]:
 
 @lru_cache(maxsize=1024)
 def _item(description: str) -> tuple[Task, dict[str, Any]]:
-    """Return a task and one of its items, cached for the samples of a group."""
+    """Return a task, and the item (question and answer) at the described index. Cached: a group's samples share it."""
     item = json.loads(description)
     index = item.pop("index")
     task = _task(json.dumps(item, sort_keys=True))

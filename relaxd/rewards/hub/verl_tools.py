@@ -17,13 +17,13 @@ class VerlToolsReward:
     """
 
     def __init__(self, config: str, max_calls: int = 0, call_seconds: float = CALL_SECONDS) -> None:
-        """Create the tools.
+        """Create verl's tools from their configuration file.
 
         Args:
             config: verl's file of tools (YAML).
             max_calls: maximum number of a reply's calls that are executed; 0: all.
-            call_seconds: time limit of each call, effective for tools that await something. Should be less than
-                reward.timeout_seconds, which ends the process even if a tool blocks.
+            call_seconds: maximum seconds of each call. Only calls of async tools can be stopped; a tool that blocks
+                runs until reward.timeout_seconds, which should be longer, ends the process.
 
         Raises ValueError: a setting or the file is wrong, or a tool can't be created.
         """
@@ -34,7 +34,10 @@ class VerlToolsReward:
         self._call_seconds = call_seconds
 
     async def __call__(self, sample: RewardInput) -> dict[str, float]:
-        """Score a sample. Raises ValueError for wrong tools_kwargs, ToolFailure and BadRewardError."""
+        """Execute a reply's tool calls, and score their results.
+
+        Raises ValueError for invalid tools_kwargs in the metadata, ToolFailure and BadRewardError.
+        """
         conversation = VerlTools(self._tools, tools_kwargs(sample.metadata), self._call_seconds, self._max_calls)
         try:
             await conversation.reset()

@@ -23,9 +23,9 @@ FORMS = (
     '{"type": "text", "text": ...}, {"type": "image", "uri": a data URI} or '
     '{"type": "image_url", "image_url": {"url": ...}}'
 )
-"""The forms of parts, for errors."""
+"""The valid forms of a message's content parts, as error messages show them."""
 SHOWN = 200
-"""Maximum number of characters of an unreadable reply that errors show."""
+"""Maximum number of characters that error messages show of a judge's unreadable reply."""
 
 
 class JudgeError(Exception):
@@ -33,28 +33,28 @@ class JudgeError(Exception):
 
 
 class NoJudgeError(JudgeError):
-    """The run has no judge."""
+    """A reward asks the judge, but the run has none."""
 
 
 class UnreadableReplyError(JudgeError):
-    """No reply could be parsed."""
+    """All of the judge's replies to a question were invalid, after the permitted retries."""
 
 
 class Line(Protocol):
-    """A connection to the judge."""
+    """The connection over which this process asks the judge."""
 
     async def ask(self, question: AskRequest) -> AskResponse:
-        """Send a question, and return the reply. Raises JudgeError."""
+        """Send a question to the judge, and return the judge's reply. Raises JudgeError."""
 
     def count_unreadable(self) -> None:
-        """Count a reply that could not be read."""
+        """Add 1 to the count of judge replies that could not be parsed."""
 
 
 _line: Line | None = None
 
 
 def connect(line: Line | None) -> None:
-    """Set this process's connection to the judge."""
+    """Set the connection that `ask` uses in this process; None removes it."""
     global _line
     _line = line
 
@@ -126,8 +126,7 @@ def _with_uri(part: Any, place: str) -> Mapping[str, Any]:
 
 
 def _seed(chat: Sequence[Mapping[str, Any]], seed: int, attempt: int) -> int:
-    """Return the seed of a request: it depends only on the arguments, so that a repeated run sends the same
-    requests."""
+    """Return the sampling seed of a judge request: a hash of the arguments, so a repeated run sends the same seeds."""
     text = json.dumps([chat, seed, attempt], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 33
 

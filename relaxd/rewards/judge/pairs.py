@@ -70,8 +70,10 @@ async def judge_pairs(
 
 
 def _pairs(count: int, opponents: int) -> list[tuple[int, int]]:
-    """Return the pairs to compare, each once: each sample with the next `opponents` samples in a circle, or with all
-    others if it is 0."""
+    """Return the pairs of sample indices to compare, without duplicates.
+
+    Each sample meets the next `opponents` samples in a circle, or all others if `opponents` is 0.
+    """
     reach = min(opponents or count, count - 1)
     found = {tuple(sorted((one, (one + step) % count))) for one in range(count) for step in range(1, reach + 1)}
     return sorted((one, other) for one, other in found)

@@ -19,11 +19,11 @@ TASK = "You are a strict and fair judge of answers. "
 GIVEN = "\n\n<question>\n{prompt}\n</question>\n"
 REFERENCE = "\n<reference_answer>\n{answer}\n</reference_answer>\n"
 ANSWER = "\n<answer>\n{response}\n</answer>\n"
-"""Parts of the default templates. {answer} is the reference, as in rewards."""
+"""Sections of the judge's default question templates. {answer} is the reference answer, as in rewards."""
 
 
 def fill(template: str, sample: RewardInput, needed: tuple[str, ...], **texts: str) -> str:
-    """Fill in a template's placeholders {prompt}, {answer}, {metadata.KEY} and those of `texts`; other braces stay.
+    """Fill in a question template: {prompt}, {answer}, {metadata.KEY} and the names in `texts`; other braces stay.
 
     Inserted texts aren't searched for placeholders. Raises ValueError if a placeholder of `needed` or a key of the
     metadata is missing.
@@ -48,7 +48,7 @@ def fill(template: str, sample: RewardInput, needed: tuple[str, ...], **texts: s
 
 
 def conversation(system: str, question: str) -> list[dict[str, str]]:
-    """Return the messages of a question, with the system message, if any."""
+    """Return a question to the judge as chat messages: the system message, unless "", and the question."""
     first = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": question}]
 
@@ -64,7 +64,7 @@ _SIDE = r"(?:A|B|tie)(?!\w)"
 _YES = frozenset({"yes", "true", "correct", "right", "1"})
 _FORMATTING = re.compile(r"[*_`#\[\]\"]")
 _MAX_OBJECTS = 64
-"""Maximum number of opening braces, from the reply's end, at which a JSON object is searched for."""
+"""Maximum number of opening braces, counted from the end of a judge's reply, at which a JSON object is searched for."""
 
 
 def visible(text: str) -> str:
@@ -73,29 +73,35 @@ def visible(text: str) -> str:
 
 
 def read_number(reply: str, minimum: float, maximum: float) -> float:
-    """Return the number after the last word such as "Score:", or the number that is the last line. Raises
-    ValueError."""
+    """Return the score in a judge's reply: the number after the last word such as "Score:", or alone on the last line.
+
+    Raises ValueError if there is none in the range from minimum to maximum.
+    """
     return _in_range(float(_stated(reply, _NUMBER, "number", rest=r"\s*(?:/\s*\d+)?")), minimum, maximum)
 
 
 def read_yes_no(reply: str) -> float:
-    """Return 1 for yes and 0 for no, after the last word such as "Judgement:", or as the last line.
+    """Return 1 if a judge's reply says yes, 0 if it says no.
 
-    Also accepts true and false, correct and incorrect, right and wrong, 1 and 0. Raises ValueError.
+    Reads the word that follows the last "Judgement:" or the like; without one, the last line must be that word alone.
+    Also accepts true and false, correct and incorrect, right and wrong, 1 and 0. Raises ValueError for other replies.
     """
     return float(_stated(reply, _WORD, "yes or no").lower() in _YES)
 
 
 def read_side(reply: str) -> str:
-    """Return "A", "B" or "TIE", as stated after the last word such as "Verdict:", or as the last line. Raises
-    ValueError."""
+    """Return the winner in a judge's reply: "A", "B" or "TIE".
+
+    Reads the word that follows the last "Verdict:" or the like; without one, the last line must be that word alone.
+    Raises ValueError for other replies.
+    """
     return _stated(reply, _SIDE, "A, B or tie").upper()
 
 
 def read_field(reply: str, field: str, minimum: float, maximum: float) -> float:
-    """Return the number in a field of the last JSON object that has it; true is the maximum, false the minimum.
+    """Return the score in a judge's reply: the number in `field` of the last JSON object that has this field.
 
-    Raises ValueError.
+    The value true stands for the maximum, false for the minimum. Raises ValueError if there is no such number.
     """
     text = visible(reply)
     decoder = json.JSONDecoder()
@@ -115,7 +121,10 @@ def read_field(reply: str, field: str, minimum: float, maximum: float) -> float:
 
 
 def _stated(reply: str, pattern: str, what: str, rest: str = "") -> str:
-    """Return the match of a pattern after the last word of _MARK, or as the last line. Raises ValueError."""
+    """Return the text that matches `pattern` after a reply's last word such as "Score:", or alone on its last line.
+
+    Raises ValueError if nothing matches.
+    """
     text = _FORMATTING.sub("", visible(reply)).strip()
     marked = re.findall(f"{_MARK}({pattern})", text, re.IGNORECASE)
     if marked:
@@ -149,7 +158,7 @@ _ASKS = {
         "{minimum:g} (useless) to {maximum:g} (perfect).",
     ),
 }
-"""Question and instruction of the default templates, by settings.reply."""
+"""Question to the judge, and instruction how to reply, for each kind of reply (`reward.settings.reply`)."""
 
 
 async def judge(
@@ -200,7 +209,7 @@ async def judge(
 
 
 def _reader(reply: str, field: str, minimum: float, maximum: float) -> Callable[[str], float]:
-    """Return a function that parses a reply into a number from 0 to 1. Raises ValueError."""
+    """Return a function that parses the judge's reply into a score from 0 to 1. Raises ValueError for bad settings."""
     if reply == "yes_no":
         return read_yes_no
     if minimum >= maximum:

@@ -8,7 +8,7 @@ from relaxd.rewards.mathematics.normal_forms import last_boxed, reference
 _LAST = 300
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _LAST_BOXED = 100
-"""Number of last characters in which a box counts if a reply has no "Answer: ..."."""
+"""Number of characters at a reply's end in which a box counts if the reply has no "Answer: ..."."""
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.0*)?")
 _SUBSTITUTIONS = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
@@ -74,5 +74,6 @@ def _opened(answer: str, command: str) -> str:
 
 
 def _whole(answer: str) -> str:
-    """Write a whole number without thousands' commas and decimals; leave other text unchanged."""
+    """Return a whole number without thousands' commas and decimals, such as "1000" for "1,000.0"; other text
+    unchanged."""
     return answer.replace(",", "").partition(".")[0] if _NUMBER.fullmatch(answer) else answer

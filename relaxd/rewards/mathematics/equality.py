@@ -15,7 +15,7 @@ from relaxd.rewards.mathematics.normal_forms import normalize, numeral, plain, r
 MAX_LETTERS = 2000
 """Maximum length of answers, in characters; longer answers are compared as plain texts."""
 MAX_UNKNOWNS = 2
-"""Maximum number of unknown letters in expressions that sympy compares."""
+"""Maximum number of different variables in expressions that sympy compares."""
 SYMPY_SECONDS = 2.0
 """Maximum seconds for sympy to compare two expressions; slower ones count as different."""
 _FRACTION = re.compile(r"-?\(?-?[0-9]+/-?[0-9]+\)?")
@@ -26,17 +26,18 @@ _SCIENTIFIC = re.compile(
     r"(\A|[=(\[{,;&$<>]|\b(?:or|and)\b)(\s*[+-]?)([0-9]{1,12}(?:\.[0-9]{1,12})?[eE][+-]?[0-9]{1,2})"
     r"(?=\s*(?:[,;=<>)\]}&$%\\]|\Z)|\s+[A-Za-z])"
 )
-"""Pattern of a number like 1e3 that stands alone: a whole answer, after "x =", an item, or before a unit."""
+"""Pattern of a number such as 1e3 that is no part of a formula: the whole answer, an item of a list, the text after
+"x =", or the number before a unit."""
 _MATRIX = re.compile(
     r"(?:\\left *[(\[])?\s*\\begin *\{(?P<kind>[pbB]?(?:small)?matrix|array)\}(?: *\{[clr| ]*\})?"
     r"(?P<cells>.*?)\\end *\{(?P=kind)\}\s*(?:\\right *[)\]])?",
     re.DOTALL,
 )
-"""Pattern of a matrix; round and square brackets are equivalent."""
+"""Pattern of a matrix in LaTeX, with optional round or square brackets, which are equivalent."""
 _MATRIX_LAYOUT = re.compile(
     r"(\\\\)(?:\s*\[[^\[\]]*\])?|\\cr(?![a-z])|\\(?:displaystyle|hline)(?![a-z])|\\[!,;:()\[\] ]|\$"
 )
-"""Pattern of markup without effect on a matrix, and of row ends."""
+"""Pattern of LaTeX layout commands that don't change a matrix, and of the marks that end its rows."""
 _MATRIX_NAME = re.compile(
     r"\s*(?:\\(?:mathbf|mathrm|boldsymbol|bm|vec)\s*)?(?:\{[A-Za-z]\}|[A-Za-z])(?:_\{?\w\}?)?\s*=\s*"
 )
@@ -65,11 +66,11 @@ def are_equal(answer: str, expected: str) -> bool:
 
 
 _Matrices = list[str | list[list[str]]]
-"""An answer with matrices: the texts between them, and the entries of each by row."""
+"""An answer split at its matrices: texts alternate with matrices, which are lists of rows of entries."""
 
 
 def _matrices(answer: str) -> _Matrices:
-    """Return an answer's matrices, with the texts before, between and after them; [] if there are none."""
+    """Split an answer into its matrices and the texts before, between and after them; [] if it has no matrix."""
     if "\\begin" not in answer:
         return []
     text = _MATRIX_LAYOUT.sub(lambda found: r"\\" if found[1] or found[0] == r"\cr" else "", answer)
@@ -102,7 +103,7 @@ def _are_equal_matrices(found: _Matrices, expected: _Matrices) -> bool:
 
 
 def written_out(answer: str) -> str:
-    """Return an answer with numbers like 1e3 written as 1000."""
+    """Return an answer with numbers in scientific notation, such as 1e3, written out as 1000."""
     return _SCIENTIFIC.sub(lambda found: f"{found[1]}{found[2]}{Decimal(found[3]):f}", answer)
 
 
@@ -189,7 +190,7 @@ _WORD = re.compile("|".join((*_FUNCTIONS, *_CONSTANTS, "[a-z]")))
 
 
 class Unreadable(ValueError):
-    """The text is no formula, or an unsupported one."""
+    """A text can't be parsed as a formula, or the formula isn't supported."""
 
 
 def parse(text: str) -> Any:
@@ -219,7 +220,7 @@ def parse(text: str) -> Any:
 
 
 class _Parser:
-    """Recursive descent parser. Each method parses the rule in its name."""
+    """Recursive descent parser of formulas; each method parses the grammar rule in its name."""
 
     def __init__(self, tokens: list[str]) -> None:
         import sympy

@@ -18,8 +18,10 @@ def math(sample: RewardInput) -> dict[str, float]:
 
 
 def score_boxed(response: str, answer: str, reward: str) -> dict[str, float]:
-    """Return reward, accuracy and format of a response. Raises ValueError, which names the reward, if the answer is
-    empty."""
+    """Score the last box of a response against the reference answer: accuracy 1 if equal, format 1 if there is a box.
+
+    The reward is the accuracy. Raises ValueError, which names the reward, if the answer is empty.
+    """
     expected = reference(answer, reward)
     found = last_boxed(response)
     accuracy = float(found is not None and are_equal(found, expected))

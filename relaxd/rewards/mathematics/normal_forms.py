@@ -10,7 +10,8 @@ from functools import lru_cache
 
 _BOX = re.compile(r"\\(?:boxed|fbox)")
 _TAIL = 1000
-"""Number of last characters in which `rfind` searches for a box first: most boxes are there, and `re` is slower."""
+"""Number of characters at a text's end in which a box is first searched for, with `rfind`, which is faster than
+`re`."""
 _SPACES = 40
 _OTHERS = (r"\fbox", r"\{", r"\}")
 _BEHIND = ("\n", "\t", "{", "}", "$")
@@ -76,11 +77,11 @@ def _boxed_at_end(text: str) -> str | None:
 
 
 _DEEPEST = 32
-"""Maximum nesting depth of fractions and roots; deeper ones are left unchanged."""
+"""Maximum nesting depth to which LaTeX fractions and roots are converted; deeper ones stay unchanged."""
 _LARGE = {"million": 6, "billion": 9, "trillion": 12}
 _LARGE_NUMBER = re.compile(rf"([0-9]{{1,12}})(\.[0-9]{{1,12}})?\s*({'|'.join(_LARGE)})s?(?![a-z])", re.IGNORECASE)
 UNIT = r"(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(?:es|s)?"
-"""Pattern of unit names, which are dropped."""
+"""Pattern of names of units, which normal forms omit."""
 _UNITS = re.compile(rf"(?<![a-z\\]){UNIT}(?![a-z])\s*(?:\^\s*\{{?[0-9]+\}}?)?", re.IGNORECASE)
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _LAYOUT = re.compile(
@@ -105,7 +106,7 @@ _SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 
 
 def plain(answer: str) -> str:
-    """Return an answer as a plain formula; unknown parts are left unchanged."""
+    """Convert an answer from LaTeX and Unicode to a plain formula such as "(1/2)"; unknown parts stay unchanged."""
     text = _SUPERSCRIPTS.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])}", answer.strip())
     text = _SYMBOL.sub(lambda match: _SYMBOLS[match[0].removesuffix("q")], text)
     # Compatibility forms: digits of full width, and ½, which becomes "1⁄2" and then "1/2".
@@ -124,13 +125,13 @@ def plain(answer: str) -> str:
 
 
 def _digits(match: re.Match[str]) -> str:
-    """Write a number of millions with all its digits, so that it is recognised as a whole number."""
+    """Write a number such as "2.5 million" with all its digits, so that it is recognised as a whole number."""
     value = Decimal(match[1] + (match[2] or "")).scaleb(_LARGE[match[3].lower()])
     return f"{value.normalize():f}"
 
 
 def _plain_fractions(text: str) -> str:
-    """Write LaTeX fractions, roots and powers with brackets, from the innermost outwards."""
+    """Convert LaTeX's fractions, roots and powers to formulas with brackets, such as "(1/2)", from the inside out."""
     text = _SHORT_FRAC.sub(r"(\1/\2)", text)
     text = _HALF_SHORT_FRAC.sub(lambda m: rf"\frac{{{m[1]}}}" if m[1] else rf"\frac{m[2]}{{{m[3]}}}", text)
     for _ in range(_DEEPEST):
@@ -155,7 +156,7 @@ def _inside_brackets(text: str) -> bool:
 
 
 def _without_outer(text: str) -> str:
-    """Remove outer brackets, unless they enclose a list."""
+    """Return a formula without brackets around the whole, unless they enclose a list."""
     while len(text) > 1 and text[0] + text[-1] in ("()", "{}") and "," not in text and _closes_at_end(text):
         text = text[1:-1]
     return text
@@ -222,7 +223,7 @@ def _frac(match: re.Match[str]) -> str:
 
 
 MAX_LETTERS = 60
-"""Maximum length of a number in characters, equal to the parser's MAX_DIGITS."""
+"""Maximum length of a number, in characters, that the fast path accepts; equals the formula parser's MAX_DIGITS."""
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _WRITTEN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|" + _DECIMAL + ")(?:/[0-9]+)?"
 _SUFFIX = rf" *\\?%|\^\\circ|\^\{{\\circ\}}|°|(?:\\,)? *(?:{UNIT}|\\(?:text|mathrm)\{{ *{UNIT} *\}})"

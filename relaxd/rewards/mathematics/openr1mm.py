@@ -18,10 +18,10 @@ from relaxd.rewards.mathematics.normal_forms import reference
 VERIFY_SECONDS = 3.0
 """Maximum seconds for math-verify to parse and compare two answers; slower ones count as different."""
 MAX_LETTERS = 4000
-"""Maximum number of last characters of the reply that math-verify parses."""
+"""Number of characters at a reply's end that math-verify parses, at most."""
 _MATH_VERIFY_LOG = logging.getLogger("math_verify")
 _CURRENCY = r"\$"
-"""A currency sign in LaTeX: unlike a plain dollar sign, it doesn't enclose a formula."""
+"""LaTeX of a dollar as currency; unlike a plain dollar sign, it doesn't enclose a formula."""
 _IN_DOLLARS = re.compile(r"\${1,2}[^$]+\${1,2}")
 _TAGS = ("</think>", "<answer>", "</answer>")
 
@@ -71,7 +71,10 @@ def _is_verified(expected: str, response: str) -> bool:
 
 
 def _marked(text: str) -> str | None:
-    """Return a text with its formulas in dollars or boxes; None for a sentence with none or several."""
+    """Return a text whose formulas are marked, by dollars or boxes, as math-verify needs it.
+
+    A text without marks is reduced to the formula that states its answer; None if there is no formula or several.
+    """
     return with_improper_fractions(text) if has_marks(text) else formula_of(text)
 
 
@@ -79,21 +82,22 @@ _NAMES = (
     "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "ln", "exp", "pi",
     "infinity",
 )  # fmt: skip
-"""Names of functions and constants, which LaTeX writes with a backslash."""
+"""Names of mathematical functions and constants that LaTeX writes with a backslash."""
 _SMALL = frozenset({
     "a", "an", "and", "are", "as", "at", "be", "by", "do", "for", "get", "gets", "has", "he", "hence", "if", "in",
     "is", "it", "its", "just", "me", "my", "no", "not", "of", "on", "one", "or", "our", "out", "she", "so", "the",
     "then", "thus", "to", "two", "us", "was", "we", "yes", "you",
     "cm", "ft", "hr", "kg", "km", "lb", "lbs", "mg", "min", "ml", "mm", "mph", "oz",
 })  # fmt: skip
-"""Short words and units. Other words of up to three letters may be products of variables."""
+"""Short English words and units, which are no formulas. Other words of up to three letters may be products of
+variables."""
 _WORD = re.compile(
     r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*[A-Za-z]{2}[^{}]*)\}|(?<![\\A-Za-z_^{])([A-Za-z]{2,})(?![A-Za-z(]))"
     r"(?:\s*\^\s*\{?[0-9]\}?)?"
 )
-"""Pattern of a word or a text within LaTeX, with the power of a unit."""
+"""Pattern of a word, or of text such as \\text{cm} in LaTeX, with a power such as ^2 if it is a unit."""
 _CONTENT = re.compile(rf"[0-9\\π√∞¼-¾|]|(?<![A-Za-z])(?:{'|'.join(_NAMES)})(?![A-Za-z])|[A-Za-z]\s*[-+*/^=<>(]")
-"""Pattern that makes a piece of a sentence a formula."""
+"""Pattern of digits, signs and function names; a piece of a sentence that has a match is taken as a formula."""
 _MARKS = re.compile(r"\$|\\boxed|(?<!\\)\\[(\[]")
 _STATED = re.compile(r"\b(?i:answer)\s*(?:(?i:is)|:|=)+")
 _MIXED = re.compile(
@@ -111,7 +115,7 @@ _SIGNS = {
     "π": r"\pi ", "∞": r"\infty ", "−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "≤": r"\le ", "≥": r"\ge ",
     "<=": r"\le ", ">=": r"\ge ", "**": "^", r"\infinity": r"\infty", "*": r"\cdot ",
 }  # fmt: skip
-"""Signs and their LaTeX commands, in the order of replacement."""
+"""Mathematical signs, such as "π" and "<=", and the LaTeX that replaces them, in this order."""
 _SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 
 
@@ -148,7 +152,7 @@ def formula_of(text: str) -> str | None:
 
 
 def with_improper_fractions(text: str) -> str:
-    """Write mixed numbers such as "2 1/2" as one fraction: math-verify would parse a product, or the fraction alone."""
+    """Replace mixed numbers such as "2 1/2" by a fraction, because math-verify would parse a product, or only "1/2"."""
     return _MIXED.sub(_improper, text)
 
 
@@ -185,7 +189,7 @@ def _latex(formula: str) -> str:
 
 
 def _with_roots(text: str) -> str:
-    """Write sqrt(...) in LaTeX; an unclosed root, and the text after it, is left unchanged."""
+    """Convert roots such as sqrt(...) to LaTeX; an unclosed root and the text after it stay unchanged."""
     for _ in range(_MOST_ROOTS):
         opened = _ROOT.search(text)
         if opened is None:
