@@ -1,4 +1,4 @@
-"""Addresses to notify: the messages about a run for each, when they are due, and sending with Apprise.
+"""Notifications of a run: the messages for each address, when messages are due, and sending with Apprise.
 
 Addresses are secrets: displayed names don't contain them.
 """
@@ -19,7 +19,7 @@ _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
 @dataclass(frozen=True)
 class QuietHours:
-    """Quiet hours of a day, which may pass midnight. Equal start and end mean that there are none."""
+    """Hours of a day in which no messages are sent until the run ends; may pass midnight. Equal start and end: none."""
 
     start: int
     """Minute of the day at which the quiet hours begin."""
@@ -27,7 +27,7 @@ class QuietHours:
     """Minute of the day at which the quiet hours end."""
 
     def include(self, time: datetime) -> bool:
-        """Return whether a local time is within the quiet hours."""
+        """Return True if a local time is within the quiet hours."""
         minute = time.hour * 60 + time.minute
         if self.start <= self.end:
             return self.start <= minute < self.end
@@ -67,12 +67,12 @@ REPORTED = (
     "tokens_per_second",
     "step_seconds",
 )
-"""Metrics of a report. A report leaves out those that the run lacks."""
+"""Names of the metrics in a report message. A report leaves out metrics that the run doesn't have."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message to an address."""
+    """Notification about a run, for one address."""
 
     title: str
     body: str
@@ -84,14 +84,14 @@ class ToldAlarm:
     """An alarm whose beginning was announced. Times are Unix times."""
 
     told: float
-    """Time at which its beginning was announced."""
+    """Time at which the alarm's beginning was announced."""
     began: float
     first_step: int
     text: str
     gone: float | None = None
     """Time at which the run's status first lacked the alarm; None while the status has it."""
     over: bool = False
-    """True once the message of its end was sent, even if the alarm has begun again without a message."""
+    """True once the alarm's end was announced, or the run ended; stays True if it begins again without a message."""
 
 
 class Outbox:
@@ -103,7 +103,7 @@ class Outbox:
     def __init__(
         self, run: str, quiet: QuietHours, repeat_seconds: float, every: int, state: Mapping[str, Any] | None = None
     ) -> None:
-        """`every`: steps between reports; 0: no reports. `state`: the value of `state` before a restart."""
+        """`every`: steps between reports; 0: no reports. `state`: record of the messages sent before a restart."""
         state = state or {}
         self._run = run
         self._quiet = quiet
@@ -114,7 +114,7 @@ class Outbox:
         self._alarms = {name: ToldAlarm(**one) for name, one in state.get("told_alarms", {}).items()}
         """Announced alarms, by name."""
         self._reported: tuple[int, dict[str, float]] | None = None
-        """Step and metrics of the last report."""
+        """Step and metrics of the last report, sent or not."""
         self._report_step: int | None = state.get("report_step")
         self._latest: tuple[int, dict[str, float]] | None = None
         """Number and metrics of the newest step."""
@@ -126,7 +126,7 @@ class Outbox:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Record of the sent messages, as JSON values, for the next start."""
+        """Record of the sent messages, as JSON values: kept across a restart, so that none is sent twice."""
         return self._state
 
     def observe(self, status: Mapping[str, Any], now: datetime) -> None:
@@ -148,7 +148,7 @@ class Outbox:
             self._add(now, Message(title, body, "failure" if failed else "success"))
 
     def observe_step(self, step: int, metrics: Mapping[str, Any], now: datetime) -> None:
-        """Process the metrics of a step. A report is made every `every` steps; a waiting one is replaced."""
+        """Process the metrics of a step. Every `every` steps, makes a report, which replaces a report not yet sent."""
         numbers = {name: float(metrics[name]) for name in REPORTED if isinstance(metrics.get(name), int | float)}
         self._latest = (step, numbers)
         if not self._every or step // self._every <= (self._report_step or 0) // self._every:
@@ -158,7 +158,7 @@ class Outbox:
         self._reported, self._report_step = self._latest, step
 
     def due(self, now: datetime) -> Message | None:
-        """Return one message that joins all waiting ones; None in quiet hours, or if none waits."""
+        """Return a message that joins all waiting ones; None if none waits, or in quiet hours before the run's end."""
         waiting = sorted([*self._pending, *([self._report] if self._report else [])], key=lambda one: one[0])
         if not waiting or (self._quiet.include(now) and not self._ended):
             return None
@@ -172,7 +172,7 @@ class Outbox:
         return Message(title, "\n\n".join(parts), level)
 
     def sent(self) -> None:
-        """Record that the due messages were sent."""
+        """Record that the message of `due` was sent, so that no message waits."""
         self._pending, self._report, self._left_out = [], None, 0
         self._state = {
             "events": dict(self._events),
@@ -185,7 +185,7 @@ class Outbox:
         return before != time
 
     def _observe_alarms(self, status: Mapping[str, Any], now: datetime) -> None:
-        """Add messages for alarms that begin and that are over. The run's end closes all without a further message."""
+        """Add a message for each alarm that began or ended. The end of the run ends all alarms without messages."""
         time, going_on = now.timestamp(), {alarm["name"] for alarm in status["alarms"]}
         for alarm in status["alarms"]:
             if self._alarm_is_news(alarm, time):
@@ -203,7 +203,7 @@ class Outbox:
                 self._add(now, Message(f"run {self._run}: alarm is over", body, "success"))
 
     def _alarm_is_news(self, alarm: Mapping[str, Any], time: float) -> bool:
-        """Update the record of an open alarm. Returns whether to announce its beginning."""
+        """Record that an alarm is open now. Returns True if its beginning should be announced."""
         name, first_step, text = alarm["name"], alarm["first_step"], alarm["text"]
         known, began = self._alarms.get(name), time
         if known is not None:
@@ -244,17 +244,17 @@ _STATUS = re.compile(r"error=(\d{3})\b")
 
 
 class UrlProblem(Exception):
-    """Addresses can't be read or used. The message doesn't contain them."""
+    """Addresses to notify can't be read or used. The error's message doesn't contain the addresses."""
 
 
 @dataclass(frozen=True)
 class AlertUrl:
-    """An address that is notified."""
+    """Address that gets a run's notifications."""
 
     number: int
-    """Position of the address in the list, counted from 1."""
+    """Position of the address in the user's list, counted from 1."""
     address: str = field(repr=False)
-    """The address for Apprise, without `freq`."""
+    """Apprise URL, without relaxd's option `freq`."""
     every: int
     """Steps between two reports; 0: the address gets no reports."""
 
@@ -297,7 +297,7 @@ def _without_every(address: str) -> str:
 
 
 class _StatusCodes(logging.Handler):
-    """Keeps the HTTP status that Apprise logs, by thread. The rest of its messages may have secrets."""
+    """Log handler that keeps, by thread, the HTTP status in Apprise's log messages. Other text may have secrets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ _codes = _StatusCodes()
 
 
 class Sender:
-    """Sends to one address. Used by one thread."""
+    """Sends messages to one address with Apprise. Used by a single thread."""
 
     def __init__(self, url: AlertUrl) -> None:
         """Raises UrlProblem if Apprise is missing or can't read the address."""

@@ -24,22 +24,22 @@ _RULE = re.compile(
 
 @dataclass(frozen=True)
 class Rule:
-    """A metric and its limit."""
+    """Rule that raises an alarm when a metric's median over some steps passes a limit."""
 
     text: str
     metric: str
     below: bool
     """True if the alarm is for values below the limit, False for values above it."""
     number: float
-    """The limit, or with `relative` the factor."""
+    """The limit if `relative` is False, else the factor by which the run's best median is multiplied."""
     relative: bool
     """True if the limit is a multiple of the run's highest median so far or, with `below` False, of the lowest."""
     steps: int
-    """Number of steps whose median is compared."""
+    """Number of steps whose median is compared with the limit."""
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse a rule. Raises ValueError with the fault."""
+    """Parse a rule such as "grad_norm > 10". Raises ValueError that says what is wrong."""
     match = _RULE.fullmatch(text.strip())
     if match is None:
         raise ValueError(FORM)
@@ -56,19 +56,19 @@ def parse_rule(text: str) -> Rule:
 
 @dataclass(frozen=True)
 class RuleAlarm:
-    """An alarm of a rule, open or ended."""
+    """Alarm that a rule raised: still open, or ended."""
 
     rule: Rule
     first_step: int
     last_step: int
     value: float
-    """The median furthest beyond the limit since the alarm began."""
+    """Worst median of the metric since the alarm began: the one furthest beyond the limit."""
     limit: float
-    """The limit at that step."""
+    """Limit that applied at the step of the worst median."""
 
     @property
     def text(self) -> str:
-        """Sentence for people with the value, the limit and the rule."""
+        """Sentence for people with the metric's worst median, its limit and the rule."""
         side = "below" if self.rule.below else "above"
         return f"{self.rule.metric} is {self.value:.4g}, {side} {self.limit:.4g} (alerts.rules: {self.rule.text})"
 
@@ -80,9 +80,9 @@ class RuleWatch:
         self.rule = rule
         self._recent: list[tuple[int, float]] = []
         self._best: list[tuple[int, float]] = []
-        """Step and median of each median that was the best so far."""
+        """Step and median, for each step whose median was the run's best so far."""
         self.alarm: RuleAlarm | None = None
-        """The open alarm; None if there is none."""
+        """The rule's open alarm; None if no alarm is open."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Process the metrics of a step. A repeated step replaces its earlier metrics and those of all later steps."""

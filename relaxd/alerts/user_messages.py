@@ -18,7 +18,7 @@ KEPT_SECONDS = 600.0
 """Seconds for which a message stays an alarm after it was last sent."""
 
 Told = Callable[[Iterable[str]], None]
-"""Function that takes messages of users' code."""
+"""Function that receives the messages that users' code sent by `notify`."""
 _lock = threading.Lock()
 _waiting: dict[str, None] = {}
 
@@ -54,7 +54,7 @@ def take_messages() -> list[str]:
 
 
 def ignore(messages: Iterable[str]) -> None:
-    """Drop all messages: for processes whose messages nobody reads."""
+    """Drop the given messages of users' code: for processes whose messages nobody reads."""
 
 
 def one_line(text: str) -> str:
@@ -64,15 +64,15 @@ def one_line(text: str) -> str:
 
 
 class RecentMessages:
-    """Messages of a replica's processes in the last minutes."""
+    """Keeps the messages that users' code in a replica's processes sent in the last KEPT_SECONDS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._sent: dict[str, float] = {}
-        """Time at which each message was last sent."""
+        """Time of the clock, in seconds, at which each message was last sent; by message."""
 
     def add(self, messages: Iterable[str]) -> None:
-        """Add messages that were sent now."""
+        """Add messages, with the current time as the time at which they were sent."""
         for text in map(one_line, messages):
             if text and (text in self._sent or len(self.current()) < MAX_TOLD):
                 self._sent[text] = self._clock()

@@ -45,11 +45,11 @@ from relaxd.text import byte_amount
 from relaxd.trackers.tracker import REDACTED, SECRET, VARIABLE, redact
 
 VERSIONS = "versions.json"
-"""Versions of the installed packages."""
+"""Name of a bundle's file with the versions of the installed packages."""
 OF_STEP = (LEDGER, GROUPS, SAMPLES)
-"""Files of which a bundle has only some lines: those of its step, or with weights those since the checkpoint."""
+"""Names of the files of which a bundle has only its step's lines, or with weights those since the checkpoint."""
 LOG_LINES = 1000
-"""Default number of last lines to pack from each log."""
+"""Default number of lines to pack from the end of each log."""
 MIN_SECRET = 5
 """Minimum length of a secret to search for, in characters; shorter ones may occur in ordinary words."""
 
@@ -104,7 +104,10 @@ def bundle(
 
 
 def _step_files(folder: Path, step: int, start: int | None) -> list[Path]:
-    """Return the files of the step, or of all steps after `start`. Raises CliError: one is missing."""
+    """Return the file of a step, or with `start` those of all steps from `start` + 1 to `step`.
+
+    Raises CliError: a file is missing.
+    """
     files, wanted = step_files(folder), range(step if start is None else start + 1, step + 1)
     if missing := next((number for number in wanted if number not in files), None):
         raise CliError(
@@ -152,7 +155,7 @@ def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 
 def find_secrets(config: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a mapping from secret to its place, for the configuration, the environment variables and secret files."""
+    """Return all secrets of the configuration, environment variables and secret files, each with where it was found."""
     found: dict[str, str] = {}
     variables = {name: value for name, value in environment.items() if value}
     of_files = {*(f"RELAXD_{name.upper()}" for name in SECRET_FILES), "alerts.urls_file"}
@@ -172,7 +175,7 @@ def find_secrets(config: RunConfig, environment: Mapping[str, str]) -> dict[str,
 
 
 def without_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """Replace each secret in a text, plain or JSON-escaped, and each user in an address with ***."""
+    """Return a text with *** for each secret, plain or JSON-escaped, and for user and password in each address."""
     for secret in sorted(secrets, key=len, reverse=True):  # one may begin with another
         text = text.replace(secret, REDACTED).replace(json.dumps(secret)[1:-1], REDACTED)
     return USER.sub(f"{REDACTED}@", text)
@@ -193,7 +196,7 @@ def refuse_secrets(path: Path, secrets: Mapping[str, str]) -> None:
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts in a configuration, each with its dotted name."""
+    """Yield the dotted name and the value of each setting that is a text and not empty."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, f"{place}.{name}" if place else str(name))
@@ -205,7 +208,7 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _secret_of(address: str) -> str:
-    """Return the password in an address, or the user, which may be a token; "" if it has neither."""
+    """Return the password in an address, else its user, which may be a token; "" if the address has neither."""
     try:
         parts = urlsplit(address)
         return parts.password or parts.username or ""
@@ -214,7 +217,7 @@ def _secret_of(address: str) -> str:
 
 
 def _words_of(path: Path) -> list[str]:
-    """Return the words of a file with secrets; nothing if it can't be read."""
+    """Return the words of a file with secrets; an empty list if the file can't be read."""
     try:
         return path.read_text(encoding="utf-8").split() if path.is_file() else []
     except (OSError, UnicodeDecodeError):

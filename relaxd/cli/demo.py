@@ -24,11 +24,11 @@ from relaxd.report.run_result import read_result
 from relaxd.run_folder import is_run
 
 DISTILLATION = "opd"
-"""The algorithm that needs a teacher; its demo is a separate example."""
+"""Name of the distillation algorithm, whose demo is a separate example because it needs a teacher."""
 
 
 class Task(StrEnum):
-    """Task of the demo; the value is the name of its example."""
+    """Task that the demo's model learns; the value is the name of its example configuration."""
 
     ADDITION = "addition"
     TOOL_USE = "tool-use"
@@ -36,12 +36,12 @@ class Task(StrEnum):
 
 @dataclass(frozen=True)
 class DemoTeacher:
-    """A possible teacher: a model that an earlier demo trained."""
+    """Possible teacher for distillation: a model that an earlier demo trained."""
 
     run_id: str
     model: Path
     accuracy: float
-    """Accuracy of the model on the demo's held-out prompts."""
+    """The model's accuracy on the demo's held-out prompts, from 0 to 1."""
 
 
 def demo(

@@ -61,7 +61,7 @@ def new_run_id(prefix: str) -> str:
 
 
 def check_run_id(run_id: str) -> None:
-    """Raise CliError unless a run may have this id."""
+    """Raise CliError if a text isn't allowed as the id of a run."""
     if RUN_ID.fullmatch(run_id) is None or run_id == RESERVED_RUN_ID:
         raise CliError(f"--run-id {run_id!r} {RUN_ID_RULE}, and not {RESERVED_RUN_ID!r}")
 
@@ -81,25 +81,25 @@ def free_folder(runs: Path, run_id: str) -> Path:
 
 
 SHOWN_STEPS = 5
-"""Maximum number of first steps, and of last steps, over which the final table averages the reward."""
+"""Number of steps at each end of a run, at most, over which the final table averages the reward."""
 Begin = Callable[[CoordinatorClient], Run]
-"""Function that starts or continues a run at a coordinator, and returns the run."""
+"""Type of functions that start or continue a run at a coordinator, and return the run."""
 MAX_PAUSE_SECONDS = 600.0
-"""Maximum pause of an unattended run, in seconds; then its services stop. The run can be resumed later."""
+"""Maximum pause of an unattended run, in seconds, after which its services stop. The run can be resumed later."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """The services that a run uses."""
+    """Which services a run uses: those that are up, or new ones, with options for starting them."""
 
     folder: StateFolder
-    """State folder of the services that are started."""
+    """Folder with the state of the services that are started for the run."""
     address: str | None = None
-    """The coordinator of services that are up; None starts services for this run."""
+    """Address of the coordinator of services that are up; None: services are started for this run."""
     in_container: bool = False
     """True if the coordinator runs in a container: its address is local, but its paths differ."""
     replicas: Mapping[str, int] = field(default_factory=dict)
-    """Replicas of each role to start, in place of the run's placement."""
+    """Number of replicas to start, by role; overrides the run's placement."""
     engines: Mapping[str, str] = field(default_factory=dict)
     """Engine name by role, for roles whose engine can be chosen."""
     keep_up: bool = False
@@ -111,7 +111,10 @@ class Where:
 
 
 def find_services(replicas: Mapping[str, int], state: Path, coordinator: str | None) -> Where:
-    """Return the services of the given or a running coordinator, else services to start. Raises CliError."""
+    """Return the services of the coordinator at this address, else services that are up, else services to start.
+
+    Raises CliError.
+    """
     folder = StateFolder(state)
     found: StackState | compose.ComposeState | None = None
     if coordinator is None:
@@ -323,7 +326,7 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
 
 
 def _with_log(error: CliError, where: Where) -> CliError:
-    """Add the last log lines of the failed service that ended the run, or say where all logs are."""
+    """Return the error with the last log lines of the service whose failure ended the run, or with the logs' folder."""
     state = where.folder.read()
     if isinstance(error, RunFailedError) and error.role and state is not None:
         for service in state.services:
@@ -333,7 +336,7 @@ def _with_log(error: CliError, where: Where) -> CliError:
 
 
 def result_table(folder: Path) -> Table:
-    """Format a run's results."""
+    """Return a table of a run's results: values before and after training, dropped groups."""
     result = read_result(folder)
     summary = result.summary
     table = Table(title=f"run {summary.get('run_id')}", title_justify="left", show_header=True, header_style="dim")
@@ -366,7 +369,7 @@ def result_table(folder: Path) -> Table:
 
 
 def _first_and_last(rows: Sequence[SetRow]) -> list[tuple[SetRow, SetRow]]:
-    """Return the first and the last results on each set of [[eval.sets]] that was evaluated several times."""
+    """Return the first and the last result on each evaluation set of [[eval.sets]] that was evaluated several times."""
     sets: dict[str, list[SetRow]] = {}
     for row in rows:
         if row.name != HELD_OUT:
@@ -375,7 +378,7 @@ def _first_and_last(rows: Sequence[SetRow]) -> list[tuple[SetRow, SetRow]]:
 
 
 def result_paths(folder: Path) -> list[str]:
-    """List a run's result files, one line each."""
+    """Return a line with kind and path for each of a run's result files."""
     names = {"report": "report.html", "curve": "curve.png", "model": "model", "summary": "summary.json"}
     here = Path.cwd()
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
@@ -383,7 +386,10 @@ def result_paths(folder: Path) -> list[str]:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make paths absolute, and read chat templates' files, as the coordinator may run elsewhere. Raises DataError."""
+    """Return the configuration with absolute paths, and with the texts of chat templates in place of their files.
+
+    The coordinator may run in another folder. Raises DataError.
+    """
     config = with_template_texts(config)
 
     def absolute(path: Path | None) -> Path | None:
@@ -415,7 +421,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _replicas(where: Where, config: RunConfig) -> dict[str, int]:
-    """Return the number of replicas by role: those that run on this machine, else those to start for the run."""
+    """Return the number of replicas by role: of services that run on this machine, else of those to start."""
     if state := where.folder.read():
         return Counter(service.role for service in state.services)
     return placed_replicas(config, where.replicas)
@@ -427,9 +433,9 @@ def _engines(config: RunConfig) -> dict[str, str]:
 
 
 def _with_shared_cores(config: RunConfig, replicas: Mapping[str, int]) -> RunConfig:
-    """Divide this machine's cores among the trainer's ranks, the engines and the other models' ranks.
+    """Return the configuration with numbers of threads that divide this machine's cores.
 
-    They work at the same time.
+    The trainer's ranks, the engines and the ranks of other models share the cores, as they work at the same time.
     """
     needed = roles_for(config)
     sizes = {role: own for role, own in config.roles.sizes.items() if role in needed}

@@ -39,7 +39,7 @@ from relaxd.run_folder import (
 )
 
 CHANGEABLE = ("algorithm", "reward", "trainer.optimizer", "trainer.epochs", "roles.reference", "roles.teacher")
-"""Settings, or sections of settings, that a fork may change."""
+"""Names of the settings, or sections of settings, that a fork may change."""
 RECORDED = {
     "model": "the weights are the run's",
     "data": "its prompts are recorded",
@@ -47,12 +47,13 @@ RECORDED = {
     "agent": "its conversations are recorded",
     "trainer": "its steps keep their groups and their division into micro-batches",
 }
-"""Reasons why a fork can't change the settings of a section."""
+"""Reasons why a fork can't change a section's settings, by section."""
 RENEWED = ("algorithm", "reward")
 """Sections that a fork resets to their defaults if it changes their `name`."""
 LOW_SHARE, FAR_DRIFT = 0.8, 1.0
-"""Thresholds of the warning that answers are far from the policy: minimum effective sample size, as a share of tokens,
-and maximum mean absolute log-ratio of a token. If nearly all ratios are clamped, only the second shows the distance."""
+"""Limits beyond which a fork warns that the recorded answers are far from its policy. LOW_SHARE: minimum effective
+sample size, as a share of tokens. FAR_DRIFT: maximum mean of a token's absolute log-ratio, which shows the distance
+even if nearly all ratios are clamped."""
 
 
 def fork(
@@ -143,7 +144,7 @@ def _parsed(change: str) -> tuple[str, str]:
 
 
 def _new_rewards(config: RunConfig, words: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Score the recorded answers with the fork's reward. Returns the lines of REWARDS. Raises CliError."""
+    """Score the recorded answers with the fork's reward. Returns the lines of REWARDS, one a group. Raises CliError."""
     groups = list(stream_program(FORK, words, "", seconds=REPLAY_SECONDS))
     lines: list[Mapping[str, Any]] = []
     outcomes = iter(score_groups(config, [group["columns"] for group in groups]))
@@ -158,7 +159,7 @@ def _new_rewards(config: RunConfig, words: Sequence[str]) -> list[Mapping[str, A
 
 
 def _begin(out: Path, config: RunConfig, origin: Fork, rewards: Sequence[Mapping[str, Any]]) -> None:
-    """Write the files that a fork's folder has before its first step."""
+    """Create a fork's folder with the files that it has before the first step: configuration, origin, rewards."""
     out.mkdir(parents=True, exist_ok=True)
     replace_file(out / "config.toml", dump(config))
     replace_file(out / CONFIG, config.model_dump_json(indent=2) + "\n")
@@ -169,7 +170,7 @@ def _begin(out: Path, config: RunConfig, origin: Fork, rewards: Sequence[Mapping
 
 
 def _write_record(out: Path, created: datetime, phase: str, reason: str) -> None:
-    """Write run.json, by which commands find the fork among the runs."""
+    """Write the fork's run.json, by which commands find the fork among the runs."""
     record = {
         "run_id": out.name,
         "phase": phase,
@@ -183,7 +184,7 @@ def _write_record(out: Path, created: datetime, phase: str, reason: str) -> None
 
 
 def _print_result(out: Path, console: Console) -> None:
-    """Print the fork's numbers beside the original's, with a warning if the answers are far off-policy."""
+    """Print the fork's metrics beside those of the original run, and a warning if the answers are far off-policy."""
     lines = list(with_original(out, step_lines(out)))
     known = sorted({name for line in lines for name in line})
     console.print(*metrics_tables(lines, shown_metrics(known), console.width), sep="\n")
@@ -193,7 +194,7 @@ def _print_result(out: Path, console: Console) -> None:
 
 
 def far_steps(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a warning that names the steps whose recorded answers are far from the fork's policy; "" without any."""
+    """Return a warning with the number of steps whose recorded answers are far from the fork's policy; "" if none."""
     far = [
         line for line in lines if line.get(EFFECTIVE_SIZE, 1.0) < LOW_SHARE or line.get("policy_drift", 0.0) > FAR_DRIFT
     ]

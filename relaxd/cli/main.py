@@ -149,7 +149,7 @@ def _root(
 
 
 def _add(*commands: Callable[..., None], **settings: Any) -> None:
-    """Add commands, which the help lists in this order."""
+    """Register functions as commands of `relaxd`. The help lists commands in the order of registration."""
     for command in commands:
         app.command(**settings)(command)
 
@@ -186,7 +186,7 @@ _add(run_checkpoints.checkpoints, run_checkpoints.replay, run_checkpoints.export
 
 
 READING = ("watch", "why", "samples", "metrics", "runs", "logs", "trace", "report", "evaluation", "ledger", "status")
-"""Commands that exit with 0 if the reader of their output stops early, as in `relaxd ledger | head`."""
+"""Names of the commands that exit with 0 if the reader of their output stops early, as in `relaxd ledger | head`."""
 
 STDOUT = 1
 """File descriptor of standard output."""

@@ -64,16 +64,16 @@ WordsArgument = Annotated[
 ]
 DEFAULT_STATE = Path(".relaxd")
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": False}
-"""Context settings of commands that take `WordsArgument`."""
+"""Typer's context settings of commands that take a configuration file and settings as free words."""
 
 
 def console_wanted() -> bool:
-    """Return the environment's value of `ConsoleOption`, for commands without that option."""
+    """Return True unless RELAXD_CONSOLE turns the console off; for commands without an option for that."""
     return os.environ.get("RELAXD_CONSOLE", "").lower() not in ("0", "no", "off", "false")
 
 
 def new_console() -> Console:
-    """Make a console with colours on a terminal."""
+    """Return a console for output, with colours if it is a terminal and not in CI."""
     # A live display would flood CI logs with control characters; a model's text may look like markup.
     return EscapingConsole(force_terminal=False if os.environ.get("CI") else None, highlight=False, markup=False)
 
@@ -103,7 +103,7 @@ def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def data_errors() -> Iterator[None]:
-    """Convert DataError to ConfigError, which names the setting."""
+    """Convert each DataError to a ConfigError that names the setting."""
     try:
         yield
     except DataError as error:
@@ -111,13 +111,16 @@ def data_errors() -> Iterator[None]:
 
 
 def load_words(words: list[str]) -> tuple[Path, RunConfig]:
-    """Return the path and the configuration that words of `WordsArgument` name. Raises CliError, ConfigError."""
+    """Load the configuration that a command's words name: a file, and settings that override it. Returns both.
+
+    Raises CliError, ConfigError.
+    """
     path, overrides = split_words(words)
     return path, load_file(path, overrides)
 
 
 def split_words(words: list[str]) -> tuple[Path, list[str]]:
-    """Split words into the configuration file and the settings. Raises CliError unless there is exactly one file."""
+    """Split a command's words into the configuration file and settings. Raises CliError unless they name one file."""
     files: list[str] = []
     overrides: list[str] = []
     rest = list(words)

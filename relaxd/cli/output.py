@@ -17,28 +17,28 @@ class EscapingConsole(Console):
     """Console that escapes control characters in its output."""
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError, as print does; rich would exit instead."""
+        """Raise BrokenPipeError if nobody reads the output any more, as print does; rich would end the process."""
         raise BrokenPipeError(errno.EPIPE, "nobody reads standard output any more")
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render, and escape all text except rich's control codes."""
+        """Render as rich does, then escape control characters in all text except rich's control codes."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else escape_lines(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)
 
 
 def show(*parts: object, file: TextIO | None = None, flush: bool = False, end: str = "\n") -> None:
-    """Print as `print` does, with control characters escaped, except the ends of lines."""
+    """Print like Python's `print`, but escape control characters except line ends."""
     print(escape_lines(" ".join(map(str, parts))), file=file or sys.stdout, flush=flush, end=end)
 
 
 def sayer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints a progress line."""
+    """Return a function that prints a text as a progress line on the console."""
     return lambda text: console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def plain_table(*titles: str, right: Collection[str] = (), title: str | None = None) -> Table:
-    """Make a table without lines between its cells; columns in `right` are aligned right, as for numbers."""
+    """Return an empty table without lines between cells. Columns named in `right`, such as numbers, align right."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title=title, title_justify="left")
     for name in titles:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")

@@ -87,7 +87,7 @@ def upload(name: str, card: str, files: dict[str, Path], message: str, public: b
 
 
 CURVE = "curve.png"
-"""File name of the reward curve's picture, in the run's folder and on the hub."""
+"""Name of the image file with the reward curve, in the run's folder and on the hub."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -25,7 +25,7 @@ from relaxd.tools.rehearsal.rehearsal_report import Measured, rows
 from relaxd.tools.rehearsal.rehearse import rehearse as run_rehearsal
 
 MEMORY_SHARE = 8
-"""Payloads may take 1 / MEMORY_SHARE of this machine's free memory, because Redis, trainer and engines hold copies."""
+"""Ratio of this machine's free memory to the memory that payloads may take; Redis, trainer and engines hold copies."""
 
 
 def rehearse(
@@ -103,7 +103,7 @@ def rehearse(
 
 
 def _own_replicas(config: RunConfig, state: Path, role: str) -> int:
-    """Return the number of replicas of a role that `relaxd run` would use here."""
+    """Return the number of replicas of a role that `relaxd run` would use on this machine."""
     if up := StateFolder(state).read():
         return max(1, sum(service.role == role for service in up.services))
     return placed_replicas(config, {})[role]

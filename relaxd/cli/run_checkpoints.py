@@ -42,26 +42,29 @@ from relaxd.text import byte_amount
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_RUNNING
 
 CONTENTS = "bundle.json"
-"""File that describes the bundle. All other files have the same relative paths as in the run's folder."""
+"""Name of the file that describes a bundle. Its other files have the same relative paths as in the run's folder."""
 MODEL = "model"
-"""Folder of the initial model, in a bundle with weights."""
+"""Name of the folder with the initial model in a bundle with weights."""
 HINT = "relaxd bundle RUN --step N makes one"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The content of bundle.json."""
+    """Content of a bundle's file bundle.json."""
 
     run_id: str
     step: int
-    """The step that the bundle is about."""
+    """Number of the step that the bundle is about."""
     start: int | None
     """Step of the checkpoint from which a replay starts; 0: the initial model; None: the bundle has no weights."""
 
 
 @contextmanager
 def opened_bundle(path: Path) -> Iterator[tuple[Path, Bundle]]:
-    """Unpack a bundle into a temporary folder that commands can use like a run's folder. Raises CliError."""
+    """Unpack a bundle into a temporary folder, and yield that folder, usable as a run's, and bundle.json's content.
+
+    Raises CliError.
+    """
     with TemporaryDirectory(prefix="relaxd-bundle-") as place:
         folder = Path(place)
         try:
@@ -189,7 +192,7 @@ def _best_of(folder: Path) -> BestCheckpoint | None:
 
 
 def config_of(folder: Path) -> RunConfig:
-    """Return the configuration of a run. Raises the errors of `load_recorded`."""
+    """Load the configuration in a run's folder. Raises the errors of `load_recorded`."""
     return load_recorded((folder / CONFIG).read_text(encoding="utf-8"), folder.name)
 
 
@@ -235,7 +238,7 @@ def replay_step(folder: Path, step: int) -> dict[str, Any]:
 
 
 def steps_done(folder: Path) -> int:
-    """Return the last step of a run that has a line in its ledger, or a file."""
+    """Return the number of a run's last step with a line in the ledger or a step file; 0 if there is none."""
     return max([next(newest_lines(folder / LEDGER), {}).get("step", 0), *step_files(folder)])
 
 
@@ -253,7 +256,7 @@ def _replay_and_compare(folder: Path, step: int) -> None:
 
 
 def replay_table(result: dict[str, Any]) -> Table:
-    """Format a replay's result."""
+    """Return a table that compares the recorded numbers of a step with those of its replay."""
     table = Table(title=f"step {result['step']}, from {result['start']}", title_justify="left", header_style="dim")
     for title in ("", "recorded", "replayed", ""):
         table.add_column(title, justify="right" if title else "left")
@@ -269,15 +272,15 @@ def _shown(number: float | None) -> str:
 
 
 MAX_SECONDS = 300.0
-"""Maximum seconds to wait for the checkpoint, so that a hanging trainer doesn't keep its services running."""
+"""Maximum time to wait for a run's last checkpoint before its services stop, in seconds; the trainer may hang."""
 UNDER_WAY = (RUN_STATE_RUNNING, RUN_STATE_PAUSED)
-"""States of runs whose newest weights may have no checkpoint. A stopping run saves a checkpoint by itself."""
+"""States of runs that need a checkpoint before their services stop. A stopping run saves a checkpoint by itself."""
 
 
 def save_of_run_in_progress(address: str, state: Path, say: Callable[[str], None]) -> str:
-    """Save a checkpoint of the run in progress, if any, at the coordinator of a state folder.
+    """Ask the coordinator of a state folder to save a checkpoint of the run in progress, if there is one.
 
-    Returns the run's id, else "".
+    Returns the run's id; "" if no run is in progress, or the coordinator can't be asked.
     """
     try:
         with open_client(address, state) as coordinator:
@@ -294,7 +297,7 @@ def save_of_run_in_progress(address: str, state: Path, say: Callable[[str], None
 
 
 def save_last_checkpoint(coordinator: CoordinatorClient, run_id: str, say: Callable[[str], None]) -> None:
-    """Save a checkpoint of a run, if its configuration has checkpoints; Ctrl-C skips it. `say` gets the outcome."""
+    """Save a checkpoint of a run, if its configuration has checkpoints. Ctrl-C skips this. `say`: prints a line."""
     try:
         run = coordinator.run(run_id)
         if not run.step or not load_recorded(run.config_json, run_id).trainer.checkpoint.every:

@@ -34,7 +34,7 @@ from relaxd.rewinding import NoWayBack, check_way_back, rewind
 from relaxd.v1 import coordinator_pb2 as pb
 
 STOPPING_SECONDS = 5.0
-"""Seconds between two progress lines of `relaxd stop`."""
+"""Interval between two progress lines of `relaxd stop`, in seconds."""
 
 
 def pause(
@@ -184,7 +184,7 @@ def stop(
 
 
 def _print_stopping(client: CoordinatorClient, run_id: str) -> None:
-    """Print what a stopping run waits for, until it has ended."""
+    """Print what a stopping run waits for until the run has ended."""
     told = ("", 0.0)
     for response in client.watch(run_id):
         run, now = response.run, time.monotonic()
@@ -203,5 +203,5 @@ def delete(run_id: RunNameArgument, state: StateOption = DEFAULT_STATE, coordina
 
 
 def _state_line(run: pb.Run) -> str:
-    """Format a run's state as one line."""
+    """Return a line with a run's state and the reason for it."""
     return f"run {run.run_id} is {state_name(run.state)}" + (f": {run.reason}" if run.reason else "")

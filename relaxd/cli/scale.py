@@ -104,7 +104,7 @@ def scale(
 
 
 def _filter(role: str, states: list[str]) -> pb.ScaleFilter:
-    """Return the filter for a role and for states by name. Raises CliError."""
+    """Return a filter that selects the scale requests of a role in these states. Raises CliError."""
     if role and role not in SCALABLE_ROLES:
         raise CliError(
             f"{role!r} is not ROLE=COUNT or ROLE: ROLE is one of {', '.join(SCALABLE_ROLES)}, COUNT at least 1",
@@ -121,7 +121,10 @@ def _filter(role: str, states: list[str]) -> pb.ScaleFilter:
 def scale_to(
     coordinator: CoordinatorClient, target: str, more: pb.ScaleOutRequest, less: pb.ScaleInRequest
 ) -> pb.ScaleRequest:
-    """Complete `more` or `less` with a target such as "rollout=3", and send it. Raises CliError."""
+    """Send a request to scale a role to a target such as "rollout=3". Raises CliError.
+
+    Completes and sends `less` if the target is below the current number of replicas, else `more`.
+    """
     role, _, number = target.partition("=")
     if role not in SCALABLE_ROLES or not number.isdigit() or int(number) < 1:
         raise CliError(
@@ -141,7 +144,7 @@ def scale_to(
 
 
 def wait_for(coordinator: CoordinatorClient, request: pb.ScaleRequest, console: Console, *, wait: bool) -> bool:
-    """Show a request; with `wait`, until it has ended. Returns False if it failed or ended in part."""
+    """Show a scale request; with `wait`, until it has ended. Returns False if it failed or was met only in part."""
     if not wait or request.state in ENDED:
         console.print(request_line(request))
         return request.state not in ENDED or request.state in GOOD
@@ -160,7 +163,7 @@ def wait_for(coordinator: CoordinatorClient, request: pb.ScaleRequest, console: 
 
 
 def request_line(request: pb.ScaleRequest) -> Text:
-    """Format a request as one line."""
+    """Return a line that describes a scale request."""
     way = "out" if request.direction == pb.SCALE_DIRECTION_OUT else "in"
     target = f" to {request.replicas}" if request.replicas else ""
     counts = Counter(replica.state for replica in request.scaled)
@@ -174,7 +177,7 @@ def request_line(request: pb.ScaleRequest) -> Text:
 
 
 def scaled_table(request: pb.ScaleRequest) -> Table:
-    """List the replicas of a request."""
+    """Return a table of the replicas that a scale request starts or removes."""
     table = Table("name", "state", "id", "address", "detail", header_style="dim", box=None)
     for replica in request.scaled:
         state = Text(words(pb.ScaleState)[replica.state], STYLES.get(replica.state, "cyan"))
@@ -191,7 +194,7 @@ def _display(request: pb.ScaleRequest) -> Table:
 
 SHOWN_DECISIONS = 10
 FOLLOW_SECONDS = 1.0
-"""Interval between two views of the autoscaler, in seconds; equal to the interval of its checks."""
+"""Interval between two looks at the autoscaler, in seconds; that between two checks of the autoscaler."""
 
 
 def autoscale(
@@ -238,7 +241,7 @@ def follow_autoscaler(client: CoordinatorClient, now: pb.Autoscaler, console: Co
 
 
 def autoscaler_view(autoscaler: pb.Autoscaler) -> Group:
-    """Format the state of an autoscaler: a sentence, its conditions and its last decisions."""
+    """Return a view of an autoscaler's state: a sentence, the conditions for scaling, and the last decisions."""
     change = "" if autoscaler.wanted_replicas == autoscaler.replicas else f", {autoscaler.wanted_replicas} are wanted"
     parts: list[Text | Table] = [
         Text(

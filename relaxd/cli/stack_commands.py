@@ -185,7 +185,7 @@ def console(
 
 
 def _url_here(folder: StateFolder) -> str:
-    """Return the URL of the running console here; empty if there is none."""
+    """Return the URL of the console that runs here; "" if no console runs."""
     found = folder.read()
     if found is None:
         containers = compose.read(folder)

@@ -35,7 +35,10 @@ Values = dict[str, Any]
 
 
 def flat(value: Any, place: str = "") -> Any:
-    """Return a flat table with dotted names, so that rollout.top_p is the same setting with and without quotes."""
+    """Return nested settings as one table with dotted names; any other value unchanged.
+
+    rollout.top_p is then the same setting with and without quotes.
+    """
     if not isinstance(value, Mapping):
         return value
     found: Values = {}
@@ -46,20 +49,20 @@ def flat(value: Any, place: str = "") -> Any:
 
 
 class Sweep(Section):
-    """The content of a sweep's file."""
+    """Content of a sweep's TOML file: a base configuration and the settings in which runs differ."""
 
     base: Path
-    """Configuration of all runs; relative to the sweep's file."""
+    """Path of the configuration file of all runs, relative to the sweep's file."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_-]{0,32}$")
-    """Beginning of the runs' ids; by default the file's name."""
+    """Beginning of the runs' ids; by default the name of the sweep's file."""
     metric: str = ""
-    """The metric that ranks the runs, as trainer.checkpoint.keep_best; empty: the training reward."""
+    """Evaluation metric that ranks the runs, in the form of trainer.checkpoint.keep_best; "": the training reward."""
     settings: Values = Field(default_factory=dict)
-    """Settings of all runs, on top of `base`."""
+    """Settings of all runs that override `base`."""
     grid: dict[str, list[Any]] = Field(default_factory=dict)
-    """Lists of values by setting; every combination is a run."""
+    """Values to try, by setting; each combination of values is a run."""
     runs: tuple[Values, ...] = ()
-    """Instead of grid: the settings of each run."""
+    """Settings of each run, in place of `grid`."""
 
     @field_validator("settings", "grid", mode="before")
     @classmethod
@@ -81,11 +84,11 @@ class Sweep(Section):
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A run of a sweep."""
+    """Planned run of a sweep, with its configuration."""
 
     run_id: str
     settings: Values
-    """The settings in which runs of the sweep differ."""
+    """The run's values of the settings in which runs of the sweep differ."""
     config: RunConfig
 
     @property
@@ -95,7 +98,7 @@ class SweepRun:
 
 
 LAST_STEPS = 5
-"""Number of last steps over which the reward is averaged."""
+"""Number of steps at a run's end over which a sweep averages the reward."""
 TABLE = "sweep.csv"
 PLOT = "sweep.png"
 MAX_COLORS = 10
@@ -105,29 +108,29 @@ LINES = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One run of a sweep."""
+    """Row of a sweep's table: a run with its settings and result."""
 
     run_id: str
     settings: Mapping[str, Any]
-    """The settings in which runs of the sweep differ."""
+    """The run's values of the settings in which runs of the sweep differ."""
     result: RunResult | None
     """Result of the run; None before it begins."""
 
     @property
     def label(self) -> str:
-        """Settings of the run in readable form."""
+        """Text with the settings in which the run differs from others of the sweep."""
         return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in self.settings.items())
 
     @property
     def state(self) -> str:
-        """Outcome of the run, or its progress."""
+        """Outcome of the run, or "not begun" or "not ended"."""
         if self.result is None:
             return "not begun"
         return str(self.result.summary.get("outcome") or "not ended")
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of its last steps."""
+        """Mean reward of the run's last steps."""
         last = [line["reward_mean"] for line in self.result.steps[-LAST_STEPS:]] if self.result else []
         return sum(last) / len(last) if last else None
 
@@ -158,7 +161,7 @@ def sweep_table(rows: Sequence[SweepRow], metric: WatchedMetric | None) -> tuple
 
 
 def _order(row: SweepRow, metric: WatchedMetric | None) -> tuple[bool, float]:
-    """Return a row's sort key."""
+    """Return the key by which rows of a sweep's table are sorted, the best run first."""
     if metric is None:
         return row.reward is None, -(row.reward or 0.0)
     values = row.evaluated(metric)
@@ -243,7 +246,7 @@ def sweep(
 
 
 def _train(run: SweepRun, where: Where, console: Console) -> None:
-    """Start or continue a run. Raises CliError, ConfigError."""
+    """Start a run of a sweep, or continue it if it has begun. Raises CliError, ConfigError."""
     if not is_run(run.folder):
         execute(run.config, run.run_id, where, console)
     elif where.address is None:
@@ -253,7 +256,7 @@ def _train(run: SweepRun, where: Where, console: Console) -> None:
 
 
 def sweep_name(file: Path, given: Sweep) -> str:
-    """Return the sweep's name."""
+    """Return the sweep's name: the given one, else one made of the file's name."""
     return given.name or "".join(letter if letter.isalnum() else "-" for letter in file.stem)[:32]
 
 

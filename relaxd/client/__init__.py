@@ -6,7 +6,7 @@ from relaxd.v1.coordinator_pb2 import Run
 
 
 class CliError(Exception):
-    """A message that says what is wrong, with an optional hint."""
+    """Error that commands print: a message that says what is wrong, and an optional hint."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -24,4 +24,4 @@ class RunFailedError(CliError):
 
 
 class NotFoundError(CliError):
-    """A call names something that does not exist."""
+    """A call names something that doesn't exist, such as an unknown run."""

@@ -24,25 +24,25 @@ from relaxd.v1.replica_pb2_grpc import ReplicaStub
 ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
 """Final states of a run."""
 LONG_SECONDS = 7 * 86400.0
-"""Deadline, in seconds, of calls whose duration depends on the size of the data or the model."""
+"""Deadline of calls that take longer for larger data or models, such as starting a run, in seconds."""
 AWAY_SECONDS = 60.0
-"""Maximum seconds to wait for a coordinator that doesn't answer; a restart takes far less."""
+"""Maximum time to wait for a coordinator that doesn't answer, in seconds; a restart takes far less."""
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Transient statuses: the coordinator may be back soon."""
+"""gRPC statuses after which a call is tried again, as the coordinator may answer soon."""
 CALL_SECONDS = 30.0
-"""Default deadline of calls, in seconds."""
+"""Default deadline of calls to the coordinator, in seconds."""
 POLL_SECONDS = 0.3
 
 _log = logging.getLogger(__name__)
 
 
 def state_name(state: "pb.RunState.ValueType") -> str:
-    """Return a state's name for display, such as "running"."""
+    """Return the name of a run's state for display, such as "running"."""
     return pb.RunState.Name(state).removeprefix("RUN_STATE_").lower()
 
 
 class CoordinatorClient:
-    """A client of the coordinator at one address. A context manager."""
+    """Client of the coordinator at one address. As a context manager, closes the connection at the end."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class CoordinatorClient:
         self._channel.close()
 
     def start_run(self, config_toml: str, run_id: str = "") -> pb.Run:
-        """Start exactly one run, even if responses are lost. Takes as long as reading its data.
+        """Start exactly one run, even if responses are lost. Takes as long as reading the run's data.
 
         Raises CliError at once if the coordinator doesn't answer a first call; afterwards, waits if it restarts.
         """
@@ -98,9 +98,9 @@ class CoordinatorClient:
         return self._call(self._stub.ResumeRun, pb.ResumeRunRequest(run_id=run_id)).run
 
     def restore_run(self, folder: Path, steps: int = 0, *, new_data: bool = False) -> pb.Run:
-        """Restore a run from its folder, with a new number of steps if given. Takes as long as reading its data.
+        """Restore a run from its folder; `steps`: new number of steps, 0: as before. Takes as long as reading its data.
 
-        With `new_data` its prompts may differ from before.
+        With `new_data` the run's prompts may differ from before.
         """
         request = pb.RestoreRunRequest(folder=str(folder), steps=steps, new_data=new_data)
         return self._call(self._stub.RestoreRun, request, seconds=LONG_SECONDS).run
@@ -178,19 +178,19 @@ class CoordinatorClient:
                 time.sleep(0.5)  # named: `while_away` says it
 
     def scale_out(self, request: scaling_pb2.ScaleOutRequest) -> scaling_pb2.ScaleRequest:
-        """Request more replicas."""
+        """Ask the coordinator for more replicas of a role. Returns the scale request."""
         return self._call(self._stub.ScaleOut, request).request
 
     def scale_in(self, request: scaling_pb2.ScaleInRequest) -> scaling_pb2.ScaleRequest:
-        """Request fewer replicas."""
+        """Ask the coordinator for fewer replicas of a role. Returns the scale request."""
         return self._call(self._stub.ScaleIn, request).request
 
     def cancel_scaling(self, request: scaling_pb2.CancelScaleRequestsRequest) -> list[scaling_pb2.ScaleRequest]:
-        """Cancel the scale requests in progress that a filter selects."""
+        """Cancel the scale requests in progress that the request's filter selects. Returns them."""
         return list(self._call(self._stub.CancelScaleRequests, request).requests)
 
     def autoscaler(self, run_id: str = "") -> scaling_pb2.Autoscaler:
-        """Return the active run's autoscaler. `run_id`, if given, must be the active run."""
+        """Return the state of the active run's autoscaler. `run_id`, if given, must be the active run."""
         return self._call(self._stub.GetAutoscaler, scaling_pb2.GetAutoscalerRequest(run_id=run_id)).autoscaler
 
     def set_autoscaler(self, mode: "scaling_pb2.AutoscaleMode.ValueType") -> scaling_pb2.Autoscaler:
@@ -212,7 +212,7 @@ class CoordinatorClient:
             time.sleep(POLL_SECONDS)  # idle: looks again
 
     def _items(self, method: Any, request: Any, field: str, patience_seconds: float = 0.0) -> Iterator[Any]:
-        """Yield the items of a list, page by page."""
+        """Call a method that returns a list in pages, and yield the list's items."""
         while True:
             page = self._call(method, request, patience_seconds=patience_seconds)
             yield from getattr(page, field)
@@ -221,7 +221,10 @@ class CoordinatorClient:
             request.page_token = page.next_page_token
 
     def _call(self, method: Any, request: Any, seconds: float = 0.0, patience_seconds: float = 0.0) -> Any:
-        """Call with a deadline of `seconds` (0: CALL_SECONDS); retry transient failures for `patience_seconds`."""
+        """Call a method of the coordinator. `seconds`: deadline of each attempt; 0: CALL_SECONDS.
+
+        Retries transient failures for `patience_seconds`. Raises CliError.
+        """
         seconds = seconds or CALL_SECONDS
         failed_at = float("inf")
         while True:
@@ -240,7 +243,7 @@ class CoordinatorClient:
             time.sleep(POLL_SECONDS)  # named: by the warning
 
     def _explained(self, error: grpc.RpcError, seconds: float) -> CliError:
-        """Return the error to show for a call that failed after waiting for up to `seconds`."""
+        """Return the error to print for a failed call, which has waited for up to `seconds`."""
         code = error.code()
         if code == grpc.StatusCode.UNAVAILABLE and has_status(error):  # such as a Redis that is away
             return CliError(f"the coordinator at {self.address} can't answer now: {error.details()}")

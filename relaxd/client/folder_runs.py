@@ -31,7 +31,7 @@ ENDED_PHASES = ("STOPPED", "FAILED")
 
 
 class FolderRuns:
-    """Reads the runs in some folders, in their last written state."""
+    """Reads runs from their folders, in the state that was written there last."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [folder for folder in folders if is_run(folder)]
@@ -85,7 +85,7 @@ class FolderRuns:
         away_seconds: float = 0.0,
         after_step: int | None = None,
     ) -> Iterator[pb.WatchRunResponse]:
-        """Yield the whole run once: nothing follows, because nobody works on it."""
+        """Yield one update with the whole run. No more updates follow, because no service works on the run."""
         run = self.run(run_id)
         response = pb.WatchRunResponse(run=run)
         for line in step_lines(Path(run.folder)):
@@ -94,17 +94,17 @@ class FolderRuns:
 
 
 RunReader = CoordinatorClient | FolderRuns
-"""Reads runs: from a coordinator, or from their folders."""
+"""Type of objects from which commands read runs: a coordinator's client, or runs' folders."""
 
 
 def read_sample(line: Mapping[str, Any]) -> pb.TrainedSample:
-    """Convert a line of a samples file. Reward parts that weren't finite, null in the file, are left out."""
+    """Convert a line of a samples file to a sample. Leaves out reward parts that are null: they weren't finite."""
     parts = {name: value for name, value in (line.get("reward_parts") or {}).items() if value is not None}
     return ParseDict({**line, "reward_parts": parts}, pb.TrainedSample(), ignore_unknown_fields=True)
 
 
 def step_lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the metrics of a run's steps, in order, without the evaluation before the first."""
+    """Yield the metrics of a run's steps, in order, without the evaluation before the first step."""
     return (line for line in read_lines(folder / METRICS) if line.get("step", 0) > 0)
 
 
@@ -142,7 +142,7 @@ def read_run(folder: Path) -> pb.Run:
 
 
 def _state(record: dict[str, Any]) -> str:
-    """Return the name of the run's visible state."""
+    """Return the name of a run's state, as it is shown to people, from the content of run.json."""
     phase = str(record["phase"])
     if record.get("stop_reason") and phase not in ENDED_PHASES:
         return "STOPPING"
@@ -150,5 +150,5 @@ def _state(record: dict[str, Any]) -> str:
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    """Return a line's numbers; JSON has null for NaN."""
+    """Return the metrics in a line of metrics.jsonl, without those that are null because they were NaN."""
     return {name: float(value) for name, value in line.items() if isinstance(value, int | float) and name != "step"}

@@ -14,19 +14,19 @@ from relaxd.run_folder import METRICS, parse_line
 from relaxd.v1 import coordinator_pb2 as pb
 
 MAX_POINTS = 10_000
-"""Maximum number of points of a series."""
+"""Maximum number of points of the series of one metric."""
 DEFAULT_POINTS = 1000
 MAX_VALUES = 200_000
-"""Maximum number of points of all named series together; they are about 3 MB on the wire."""
+"""Maximum number of points of all series together that a request names, about 3 MB on the wire."""
 POINTS_OF_ALL = 500
-"""Maximum number of points of a series if no series are named."""
+"""Maximum number of points of each series if a request names no metrics and so gets the series of all."""
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 EVALUATION = "eval"
-"""Prefix of an evaluation's metrics, which only some lines have."""
+"""Prefix of the names of evaluation metrics, which only some lines of metrics.jsonl have."""
 
 
 class _EvenlyChosen:
-    """Chooses at most `limit` positions at even distances, the first and the last included."""
+    """Chooses at most `limit` of a file's lines at even distances, including the first and the last line."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -36,7 +36,7 @@ class _EvenlyChosen:
         self._chosen: list[int] = []
 
     def add(self, place: int) -> None:
-        """Add a position. Call in ascending order."""
+        """Add a line by its byte offset in the file. Call this in ascending order of offsets."""
         if self._count % self._stride == 0:
             self._chosen.append(place)
             if len(self._chosen) > self._limit:
@@ -47,7 +47,7 @@ class _EvenlyChosen:
 
     @property
     def places(self) -> set[int]:
-        """The chosen positions."""
+        """Byte offsets of the chosen lines."""
         if not self._count:
             return set()
         full = len(self._chosen) == self._limit
@@ -55,7 +55,10 @@ class _EvenlyChosen:
 
 
 def read_series(folder: Path, request: pb.GetMetricsRequest) -> list[pb.MetricSeries]:
-    """Return the series of a request, sorted by name; empty if the run has no metrics yet. Ignores `run_id`."""
+    """Return the series of the metrics that a request names, or of all if it names none, sorted by name.
+
+    Returns no series if the run has no metrics yet. Ignores the request's `run_id`.
+    """
     points = min(request.max_points or DEFAULT_POINTS, MAX_POINTS)
     names = sorted(set(request.names))
     points = min(points, MAX_VALUES // len(names)) if names else min(points, POINTS_OF_ALL)
@@ -85,7 +88,7 @@ def read_series(folder: Path, request: pb.GetMetricsRequest) -> list[pb.MetricSe
 
 
 def rows(series: Iterable[pb.MetricSeries]) -> list[dict[str, Any]]:
-    """Return series as rows in step order, each with `step` and its values."""
+    """Convert series of metrics to rows in the order of steps: `step`, and the metrics' values at that step."""
     by_step: dict[int, dict[str, Any]] = {}
     for one in series:
         for step, value in zip(one.steps, one.values, strict=True):
@@ -94,7 +97,7 @@ def rows(series: Iterable[pb.MetricSeries]) -> list[dict[str, Any]]:
 
 
 def _lines(file: BinaryIO, first_step: int, last_step: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of some steps, each with the byte offset of its beginning."""
+    """Yield byte offset and text of each line of metrics.jsonl from `first_step` to `last_step` (0: the end)."""
     place = _place_of(file, first_step)
     file.seek(place)
     for line in file:
@@ -107,7 +110,7 @@ def _lines(file: BinaryIO, first_step: int, last_step: int) -> Iterator[tuple[in
 
 
 def _place_of(file: BinaryIO, step: int) -> int:
-    """Return the byte offset of the first line of this or a later step."""
+    """Return the byte offset in metrics.jsonl of the first line whose step is `step` or later."""
     low, high = 0, file.seek(0, 2)  # every line that begins before `low` is of an earlier step
     while low < high:
         middle = (low + high) // 2
@@ -124,7 +127,7 @@ def _place_of(file: BinaryIO, step: int) -> int:
 
 
 def _step_of(line: bytes) -> int:
-    """Return a line's step; -1 for an incomplete line."""
+    """Return the step of a line of metrics.jsonl; -1 for an incomplete line."""
     match = STEP.match(line)
     return int(match[1]) if match else -1
 

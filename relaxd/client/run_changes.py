@@ -11,11 +11,11 @@ from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import Health
 
 BY_KEY = ("metrics", "health")
-"""Fields whose entries are compared one by one."""
+"""Names of a run's fields of which a partial message has only the changed entries."""
 
 
 def changes(before: pb.Run, after: pb.Run) -> pb.WatchRunResponse:
-    """Return the message that brings a watcher from the state `before` to `after`."""
+    """Return the partial message with which a client that knows the run as `before` learns that it is `after`."""
     response = pb.WatchRunResponse(partial=True)
     known, now = dict(before.ListFields()), dict(after.ListFields())
     for field, value in now.items():
@@ -36,7 +36,7 @@ def changes(before: pb.Run, after: pb.Run) -> pb.WatchRunResponse:
 
 
 def merge(known: pb.Run, response: pb.WatchRunResponse) -> pb.Run:
-    """Return the complete run after a message, given the complete run `known` before it; `known` isn't changed."""
+    """Return the run with the changes of a message. `known`: the complete run before the message, left unchanged."""
     if not response.partial:
         run = pb.Run()
         run.CopyFrom(response.run)
@@ -69,7 +69,7 @@ def _by_key(entries: Iterable[Health]) -> dict[tuple[str, str], Health]:
 
 
 def _set(run: pb.Run, source: pb.Run, name: str) -> None:
-    """Copy one field of `source` to a run that lacks it."""
+    """Copy the field `name` from `source` to a run in which it is not set."""
     value = getattr(source, name)
     field = pb.Run.DESCRIPTOR.fields_by_name[name]
     if field.message_type is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from relaxd.telemetry.logs import INDENT
 
 TAIL_BYTES = 4 << 20
-"""Maximum number of bytes to read of a log before following it."""
+"""Number of bytes at the end of a log, at most, from which the last lines are taken at the first read."""
 STAMP = re.compile(r'(?:\{"time": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)(?:(?:", "level": "| )([A-Z]+))?')
 """Matches the time and the level at the beginning of a log record."""
 REDIS = re.compile(r"\d+:[A-Z] [^*#]{20,24} ([.*-]) ")
@@ -22,15 +22,15 @@ class LogLine:
 
     service: str
     time: str
-    """Time of the line, such as 2026-01-01T12:00:00.000Z. A line without a time, as in a traceback, has that of the
-    previous line; empty if there is none."""
+    """Time of the line, such as 2026-01-01T12:00:00.000Z. A line without a time, as in a traceback, gets the time of
+    the previous line, or "" if no line before has a time."""
     is_problem: bool
     """True for a warning, an error, and output without the logger, such as the cause of a service's end."""
     text: str
 
 
 class LogTail:
-    """Reads a log file, each call from where the last one ended."""
+    """Reads a service's log file piece by piece: each read returns the lines written since the last one."""
 
     def __init__(self, path: Path, max_bytes: int = TAIL_BYTES) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class LogTail:
         self._position: int | None = None
 
     def read(self, lines: int = 0) -> list[str]:
-        """Return the complete lines since the last call; at the first one, the last `lines` lines, 0 for all."""
+        """Return the complete lines since the last call; the first call returns the last `lines` lines, 0 for all."""
         with self.path.open("rb") as file:
             size = file.seek(0, 2)
             if self._position is None and lines:
@@ -52,14 +52,14 @@ class LogTail:
 
 
 def log_paths(folder: Path, service: str = "") -> list[Path]:
-    """Return the logs of a service, by its name or its role; all logs without one."""
+    """Return the paths of the log files of a service, given by name or role; "": of all services."""
     paths = sorted(folder.glob("*.log"))
     found = [path for path in paths if service in ("", path.stem)]
     return found or [path for path in paths if path.stem.startswith(f"{service}-")]
 
 
 def by_time(tails: Sequence[LogTail], texts: Sequence[Sequence[str]]) -> list[LogLine]:
-    """Return lines of several logs in the order of their times."""
+    """Merge new lines of several logs in the order of their times. `texts`: the lines read from each of `tails`."""
     lines = [line for tail, text in zip(tails, texts, strict=True) for line in _stamped(tail.path.stem, text)]
     return sorted(lines, key=lambda line: line.time)
 

@@ -17,7 +17,7 @@ from relaxd.rewards.logged import part_metrics
 from relaxd.rewards.mathematics.normal_forms import last_boxed
 
 Z95 = 1.959963984540054
-"""The normal distribution's quantile for a two-sided interval of 95 %."""
+"""Quantile of the normal distribution for a two-sided 95 % interval."""
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -69,9 +69,9 @@ def interval(values: Sequence[float], samples_per_prompt: int = 1) -> tuple[floa
 
 
 DRAWS = 200
-"""Number of random draws of k from a prompt's n replies; k = n needs only one."""
+"""Number of times that k of a prompt's n replies are drawn at random for maj@k; k = n needs only one draw."""
 LONGEST_VOTE = 200
-"""Maximum length of a vote, in characters: two longer answers would hardly agree."""
+"""Maximum length of a vote in maj@k, in characters. Longer answers would hardly agree."""
 
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 _ANSWER = re.compile(r"answer\s*(?:is\b|:|=)\s*:?", re.IGNORECASE)
@@ -144,28 +144,28 @@ _ESTIMATE = re.compile(r"(pass|maj)_at_(\d+)(_low|_high)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredAnswer:
-    """The numbers of one scored answer. Its text is only in the evaluation's files."""
+    """A scored answer's reward, length and other numbers. The answer's text is only in the evaluation's files."""
 
     index: int
-    """Index of its prompt."""
+    """Index of the answer's prompt in the evaluation set."""
     sample: int
     """Number of the answer among the prompt's answers."""
     reward: float
     """Reward of the answer; 0 if it couldn't be scored."""
     length: int
-    """Number of tokens."""
+    """Length of the answer, in tokens."""
     finish_reason: str
-    """Finish reason, by relaxd.reasons."""
+    """Reason why the answer ended, as in relaxd.reasons."""
     vote: str = ""
     """The answer's vote in maj@k; "" for none."""
     parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    """Reason why the answer couldn't be scored."""
+    """Reason why the answer couldn't be scored; "" if it was scored."""
     turns: int = 0
-    """Number of the model's messages, in a conversation."""
+    """Number of messages that the model wrote, if the answer is a conversation; otherwise 0."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the line of an evaluation's file, without the texts."""
+        """Return the answer's line in the evaluation's file, without the texts of prompt and answer."""
         names = ["index", "sample", "reward", "parts", "error", "length", "finish_reason"]
         names += ["turns"] if self.turns else []
         return {name: getattr(self, name) for name in names}
@@ -232,12 +232,12 @@ def _maj(one: ResolvedSet, group: Sequence[ScoredAnswer], k: int) -> float:
 
 
 def is_estimate(name: str) -> bool:
-    """Return True if a metric's name, without its prefix, names pass@k, maj@k or an end of their interval."""
+    """Return True if a metric's name, without prefix, stands for pass@k, maj@k or an end of a confidence interval."""
     return _ESTIMATE.fullmatch(name) is not None
 
 
 def is_end(name: str) -> bool:
-    """Return True if a metric's name, with or without prefix, names an end of an interval."""
+    """Return True if a metric's name, with or without prefix, stands for an end of a confidence interval."""
     return re.search(r"(?:pass|maj)_at_\d+_(?:low|high)$", name) is not None
 
 

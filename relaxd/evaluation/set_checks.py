@@ -1,4 +1,4 @@
-"""Checks of a run's evaluation sets against its data, its model and the rewards."""
+"""Checks whether a run's evaluation sets fit its data, its model and the rewards."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -13,45 +13,46 @@ from relaxd.run_folder import HELD_OUT
 from relaxd.v1.sample_pb2 import SamplingParams
 
 SHARED = ("workers", "timeout_seconds", "environment", "max_in_flight", "outage_seconds")
-"""Settings of [reward] that hold for the rewards of sets, too."""
+"""Settings of [reward] that also hold for the rewards of evaluation sets."""
 TRAINING = "training"
-"""Name of the set of training prompts (`relaxd eval --training`)."""
+"""Name of the evaluation set that consists of training prompts (`relaxd eval --training`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSet:
-    """A set of prompts, with the settings for answering and scoring them."""
+    """An evaluation set: prompts, with the settings for answering and scoring them."""
 
     name: str
     prompts: int
-    """Maximum number of prompts; 0 means all."""
+    """Maximum number of prompts to evaluate; 0 means all of the set."""
     samples_per_prompt: int
     sizes: tuple[int, ...]
-    """Values of k for pass@k and maj@k."""
+    """Values of k for which pass@k and maj@k are estimated."""
     temperature: float
     """Sampling temperature; 0: always the likeliest token."""
     top_p: float
     top_k: int
-    """Number of likeliest tokens to sample from; 0: all."""
+    """Number of the likeliest tokens to sample from; 0 means all tokens."""
     max_new_tokens: int
     min_new_tokens: int
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     seed: int
-    """The run's seed (run.seed)."""
+    """Seed of the run (run.seed), from which the seeds of prompts follow."""
     reward: RewardConfig | None = None
-    """Reward of the set; None means the run's."""
+    """Reward that scores the set's answers; None means the run's reward."""
     right_from: float = 1.0
     agent: AgentConfig | None = None
-    """Settings of its conversations with an environment; None without conversations."""
+    """Settings of the set's conversations with an environment; None if answers are single replies."""
 
     def prompt_seed(self, index: int) -> int:
-        """Return the seed of the answers to a prompt. It depends only on run seed, set and index."""
+        """Return the seed of the answers to a prompt. The seed depends only on the run's seed, the set's name and the
+        prompt's index."""
         digest = hashlib.blake2b(f"{self.seed}/{self.name}/{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def sampling(self, index: int) -> SamplingParams:
-        """Return the sampling parameters of the answers to a prompt."""
+        """Return the sampling parameters, with seed, of the answers to a prompt."""
         return SamplingParams(**self.sampling_settings, seed=self.prompt_seed(index))
 
     @property
@@ -62,7 +63,7 @@ class ResolvedSet:
 
     @property
     def prefix(self) -> str:
-        """Prefix of its metrics' names."""
+        """Prefix of the names of this set's metrics."""
         return "eval_" if self.name == HELD_OUT else f"eval/{self.name}/"
 
 
@@ -108,7 +109,7 @@ def sets_of(config: RunConfig) -> list[ResolvedSet]:
 
 
 def training_set(config: RunConfig, prompts: int) -> ResolvedSet:
-    """Return the first training prompts as a set, with the run's sampling."""
+    """Return an evaluation set of the first `prompts` training prompts, with the run's sampling settings."""
     rollout = config.rollout
     return ResolvedSet(
         name=TRAINING,
@@ -127,7 +128,8 @@ def training_set(config: RunConfig, prompts: int) -> ResolvedSet:
 
 
 def _agent_of(one: EvalSet, runs: AgentConfig) -> AgentConfig:
-    """Return the run's conversation settings with a set's own environment, if it has one."""
+    """Return the run's settings of conversations, with the environment that an evaluation set names, if it names
+    one."""
     if not one.environment and one.environment_settings is None:
         return runs
     own = {
@@ -140,7 +142,7 @@ def _agent_of(one: EvalSet, runs: AgentConfig) -> AgentConfig:
 
 
 def _reward_of(one: EvalSet, runs: RewardConfig) -> RewardConfig | None:
-    """Return a set's own reward, with the run's workers and limits; None if it has none."""
+    """Return the reward that an evaluation set names, with the run's workers and limits; None if it names none."""
     name = one.reward or ("reasoning_gym" if one.task else "")
     if not name and one.benchmark in BENCHMARKS:
         name = BENCHMARKS[one.benchmark].reward
@@ -154,7 +156,7 @@ def _reward_of(one: EvalSet, runs: RewardConfig) -> RewardConfig | None:
 
 
 def unknown_set(name: str, known: Sequence[str]) -> str:
-    """Return the error sentence for an unknown set."""
+    """Return the error message for an unknown evaluation set, with a similar name or the known names."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'none'}"
     return f"there is no evaluation set {name!r}; {hint}"

@@ -26,24 +26,24 @@ SECRETS_SECONDS = 60.0
 
 
 class Container(BaseModel):
-    """A container of the project, with compose's field names."""
+    """A container of the compose project. Fields are named as in the output of `docker compose ps`."""
 
     Name: str
     State: str
-    """State in Docker's words, such as "running" or "exited"."""
+    """State of the container in Docker's words, such as "running" or "exited"."""
     Status: str = ""
-    """Uptime and health in Docker's words, such as "Up 5 minutes (healthy)"."""
+    """Uptime and health of the container in Docker's words, such as "Up 5 minutes (healthy)"."""
 
 
 class ComposeState(BaseModel):
-    """State of the containers of `relaxd up --compose`, for other commands."""
+    """Record of the containers that `relaxd up --compose` started, from which other commands find them."""
 
     folder: Path
-    """Folder of the compose files."""
+    """Folder that has compose.yaml and the other compose files."""
     coordinator: str
     """Address of the coordinator, host:port."""
     settings: dict[str, str]
-    """Variables for the compose files, in addition to their .env."""
+    """Environment variables for the compose files, in addition to those in .env."""
 
     @property
     def console(self) -> str:
@@ -58,7 +58,7 @@ class ComposeState(BaseModel):
 
 
 def read(folder: StateFolder) -> ComposeState | None:
-    """Read the containers' state; None if none are up."""
+    """Read the record of the started containers; None if none are up."""
     try:
         return ComposeState.model_validate_json(_file(folder).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -66,8 +66,8 @@ def read(folder: StateFolder) -> ComposeState | None:
 
 
 def use(folder: StateFolder) -> ComposeState | None:
-    """Read the containers' state, and make this process's calls carry the stack's identity, and the admin's token
-    unless another token is set."""
+    """Read the record of the started containers, and set environment variables so that this process's calls carry the
+    stack's identity, and the admin's token unless another token is set."""
     state = read(folder)
     if state is not None and not os.environ.get("RELAXD_TOKEN"):
         os.environ.setdefault("RELAXD_TOKEN_FILE", str(state.token_file))
@@ -87,7 +87,7 @@ def up(
 ) -> ComposeState:
     """Build changed images, start the containers and wait until they are healthy. Raises CliError.
 
-    `port` is the coordinator's; 0 picks a free one. Without `console` no container serves the web page.
+    `port` is the coordinator's port; 0 picks a free port. Without `console` no container serves the web page.
     """
     if port and not is_free(port) and read(folder) is None:
         raise CliError(taken_port(port), "stop it, or use --port 0 for any free port")
@@ -114,8 +114,8 @@ def up(
 
 
 def down(folder: StateFolder) -> bool:
-    """Stop and remove the containers; runs, models and Redis's data stay. Returns False if none were up. Raises
-    CliError."""
+    """Stop and remove the containers; runs, models and Redis's data stay. Returns False if no containers were up.
+    Raises CliError."""
     state = read(folder)
     if state is None:
         return False
@@ -147,7 +147,8 @@ def _file(folder: StateFolder) -> Path:
 
 
 def _stack_identity(folder: StateFolder) -> str:
-    """Return the identity of running containers, so that their services keep it, else create one. Raises CliError."""
+    """Return the stack identity of the running containers, which their services keep. Create one if none run. Raises
+    CliError."""
     known = read(folder)
     if known is not None and known.settings.get("STACK"):
         return known.settings["STACK"]

@@ -21,12 +21,12 @@ from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
 
 
 class RedisUrlModel(BaseModel):
-    """Base of models with a Redis URL, which is serialised without its password."""
+    """Base class of Pydantic models with a Redis URL. The URL is serialised without its password."""
 
     redis: str = Field(repr=False)
-    """URL, with the password."""
+    """URL of Redis, with the password."""
     redis_password_file: str = ""
-    """File with the password; empty: no password."""
+    """File with Redis's password; empty: no password."""
 
     @model_validator(mode="after")
     def _add_password(self) -> "RedisUrlModel":
@@ -40,7 +40,7 @@ class RedisUrlModel(BaseModel):
 
 
 def without_password(redis_url: str) -> tuple[str, str]:
-    """Split a URL into the URL without its password, and the password or ""."""
+    """Return a Redis URL without its password, and the password, "" if there is none."""
     parts = urlsplit(redis_url)
     if not parts.password:
         return redis_url, ""
@@ -50,24 +50,24 @@ def without_password(redis_url: str) -> tuple[str, str]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, from its creation on."""
+    """Write a file that only its owner can read. Others can't read it at any moment."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
 
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Files with a container's memory limit on Linux."""
+"""Files in which Linux gives a container's memory limit (cgroups version 2 and 1)."""
 STOP_SECONDS = 10.0
-"""Maximum seconds for a temporary server to end."""
+"""Maximum seconds for a temporary Redis server to end."""
 MIN_VERSION = (7, 0)
-"""Oldest version of redis-server for the board's scripts. Every Valkey is newer."""
+"""Oldest version of redis-server that can run the board's scripts. Every Valkey server can."""
 
 
 def given_url() -> str | None:
     """Return REDIS_URL, if set, with password and certificates from files.
 
-    Raises CliError when those can't be read, or the URL is wrong.
+    Raises CliError if a file can't be read or the URL is wrong.
     """
     url = os.environ.get("REDIS_URL")
     if not url:
@@ -104,7 +104,7 @@ def find_server() -> Path:
 
 
 def server_command(folder: Path, port: int, password: str = "") -> list[str]:
-    """Return the command that serves the data in `folder` on a loopback port.
+    """Return the command of a Redis server for the data in `folder`, on a loopback port.
 
     The append-only file is synced every second: a killed server loses nothing, a crashed host at most the last second.
     noeviction makes a full Redis refuse writes instead of losing groups; maxmemory limits it before the kernel would
@@ -135,7 +135,8 @@ def server_command(folder: Path, port: int, password: str = "") -> list[str]:
 
 @contextlib.contextmanager
 def temporary_redis(folder: Path) -> Iterator[str]:
-    """Start a server on a free port with its data in `folder`, yield its URL, and stop it at the end of the block."""
+    """Start a Redis server on a free port with its data in `folder`, yield its URL, and stop it at the end of the
+    block."""
     port = free_port()
     server = subprocess.Popen(server_command(folder, port), stdout=subprocess.DEVNULL)
     try:
@@ -147,7 +148,8 @@ def temporary_redis(folder: Path) -> Iterator[str]:
 
 
 def maxmemory() -> int:
-    """Return the server's maxmemory: RELAXD_REDIS_MAXMEMORY (such as 8gb), else a quarter of this machine's memory.
+    """Return the Redis server's maxmemory: RELAXD_REDIS_MAXMEMORY (such as 8gb), else a quarter of this machine's
+    memory.
 
     Raises CliError when the variable is not a size.
     """
@@ -169,14 +171,15 @@ def machine_memory() -> int:
 
 
 def url(port: int) -> str:
-    """Return the URL of a server started by `server_command`."""
+    """Return the URL of a Redis server on a loopback port."""
     return f"redis://{LOOPBACK}:{port}/0"
 
 
 def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Callable[[], bool] = lambda: False) -> None:
-    """Wait until the server answers. While it loads its data, it doesn't.
+    """Wait until the Redis server has loaded its data and answers.
 
-    Raises CliError when it doesn't answer within `seconds`, or as soon as `ended()` returns True.
+    Raises CliError if the server doesn't answer within `seconds` or before `ended()` returns True, or if it refuses the
+    password.
     """
     client = connect(redis_url, tag=COORDINATOR, seconds=2.0)
     deadline = time.monotonic() + seconds
@@ -199,7 +202,7 @@ def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Calla
 
 
 def server_version(binary: str | Path) -> tuple[int, int]:
-    """Return the first two numbers of a server program's version; zeros if it prints none."""
+    """Return the first two numbers of a Redis server program's version; zeros if the program prints no version."""
     output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     match = re.search(r"v=(\d+)\.(\d+)", output)
     return (int(match[1]), int(match[2])) if match else (0, 0)

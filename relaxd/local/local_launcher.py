@@ -21,11 +21,11 @@ from relaxd.v1 import launcher_pb2 as pb
 
 LOOK_SECONDS = 0.05
 LAUNCH_SECONDS = 10.0
-"""Maximum seconds for the supervisor to execute a request."""
+"""Maximum seconds for the supervisor to execute a request of the launcher."""
 
 
 class LocalHost:
-    """Launches replicas on this machine, through its supervisor. Implements `Host`."""
+    """Launches replicas on this machine by requests to the stack's supervisor. Implements `Host`."""
 
     def __init__(self, folder: StateFolder) -> None:
         plan = StackPlan.model_validate_json(folder.plan.read_bytes())
@@ -125,7 +125,7 @@ class LocalHost:
 
 
 def main() -> None:
-    """Serve for the state folder named on the command line."""
+    """Run the launcher of the state folder that the command line names."""
     settings = parse_settings("launcher", sys.argv[2:])
     asyncio.run(run_launcher(LocalHost(StateFolder(Path(sys.argv[1]))), settings))
 

@@ -1,4 +1,4 @@
-"""Number of replicas of each role that commands start, by their options, else [placement], else the table of roles."""
+"""Number of replicas that commands start for each role, by their options, else [placement], else the table of roles."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,12 @@ from relaxd.roles import JUDGE, ROLES, ROLLOUT, SCALABLE_ROLES, TEACHER, TRAINER
 
 
 def default_replicas() -> dict[str, int]:
-    """Return the number of replicas of each role to start if no run is known."""
+    """Return the number of replicas that are started for each role if no run is known."""
     return {role: ROLES[role].replicas for role in SCALABLE_ROLES}
 
 
 def placed_replicas(config: RunConfig, given: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of replicas of each role for a run whose placement has no problems.
+    """Return the number of replicas of each role for a run. The run's placement must be valid.
 
     Roles that the run needs get at least their minimum. `given`: replicas by role that take precedence, such as
     options of the command line.
@@ -26,19 +26,19 @@ def placed_replicas(config: RunConfig, given: Mapping[str, int]) -> dict[str, in
 
 
 def machine_problems(config: RunConfig, given: Mapping[str, int], visible: int) -> list[Problem]:
-    """Check the placement, and that this machine's `visible` GPUs suffice for it.
+    """Return what is wrong with a run's placement, also if this machine's `visible` GPUs don't suffice for it.
 
-    `given`: as in `placed_replicas`.
+    `given`: replicas by role that take precedence over [placement].
     """
     found = placement_problems(config, given, visible)
     return found or check_devices(config, placed_replicas(config, given), visible)
 
 
 def placement_problems(config: RunConfig, given: Mapping[str, int], visible: int = 0) -> list[Problem]:
-    """Check that the run uses all roles in [placement], and that their GPUs divide among replicas.
+    """Return the problems of [placement]: roles that the run doesn't use, and GPUs that don't divide among replicas.
 
-    With `visible`, the number of this machine's GPUs, also check that no role needs more. Roles in `given` aren't
-    checked.
+    If `visible`, the number of this machine's GPUs, isn't 0, also find roles that need more GPUs. Roles in `given`
+    aren't checked.
     """
     problems = []
     for name, numbers in (("replicas", config.placement.replicas), ("gpus", config.placement.gpus)):
@@ -49,7 +49,7 @@ def placement_problems(config: RunConfig, given: Mapping[str, int], visible: int
 
 
 def _problem(config: RunConfig, role: str, number: int, are_gpus: bool, visible: int) -> str:
-    """Return the problem of a role's replicas or GPUs; "" if there is none."""
+    """Return what is wrong with the number of a role's replicas or GPUs; "" if nothing is."""
     each, most = ROLES[role].gpus(config), ROLES[role].most
     if role not in roles_for(config):
         return "the run has no such role: remove it"
@@ -66,7 +66,7 @@ def _problem(config: RunConfig, role: str, number: int, are_gpus: bool, visible:
 
 
 def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) -> list[Problem]:
-    """Return the problems of a run with these replicas, by role, on a machine with `visible` GPUs.
+    """Return the problems of a run with `replicas`, numbers by role, on a machine with `visible` GPUs.
 
     Without GPUs, all roles use the CPU. With GPUs, each rank of a role takes one; in a colocated run, a rank of the
     trainer and one of an engine share it. A judge or a teacher that wants a share of a GPU uses the engines' GPUs while

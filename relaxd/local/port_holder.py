@@ -1,4 +1,4 @@
-"""The process that holds a port of this machine, and its stack."""
+"""Finds the process that holds a port of this machine, and the stack to which the process belongs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from relaxd.v1.replica_pb2_grpc import ReplicaStub
 
 SUPERVISOR = "relaxd.local.supervisor"
 NOBODY = "nobody"
-"""Stack identity that no stack has. Servers refuse it with an error that names their stack's identity."""
+"""Stack identity that no stack has. A server refuses calls with this identity by an error that names the server's
+stack."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class PortHolder:
     """Pid of the process; 0 if it belongs to another user and can't be seen."""
     command: str = ""
     stack: str = ""
-    """Identity of the process's stack; empty if it has none, or isn't relaxd's."""
+    """Identity of the stack to which the process belongs; empty if it belongs to none."""
     folder: Path | None = None
-    """State folder of the process's stack, if a supervisor here started it."""
+    """State folder of the process's stack, if a supervisor on this machine started the process."""
 
     def __str__(self) -> str:
         who = f"pid {self.pid}, {self.command}" if self.pid else "another user's process"
@@ -40,7 +41,7 @@ class PortHolder:
 def find_holder(port: int, *, seconds: float = 1.0) -> PortHolder | None:
     """Return the process that listens on a loopback port or has reserved it; None if there is none.
 
-    `seconds`: deadline of a call to another user's server, the only way to learn its stack.
+    `seconds`: deadline of the call that asks another user's server for its stack, the only way to learn that.
     """
     at = [(address, port) for address in _ADDRESSES]
     name = "@" + reservation_name(LOOPBACK, port)
@@ -58,7 +59,7 @@ def find_holder(port: int, *, seconds: float = 1.0) -> PortHolder | None:
 
 
 def taken_port(port: int) -> str:
-    """Return the error for a taken loopback port, naming its holder."""
+    """Return the error for a taken loopback port, which names the process that holds the port."""
     return f"port {port} on {LOOPBACK} is taken by {find_holder(port) or 'a process that has just ended'}"
 
 
@@ -79,7 +80,7 @@ def _describe(pid: int) -> PortHolder:
 
 
 def ask_stack(address: str, seconds: float) -> str:
-    """Return the identity of a server's stack; empty if it has none."""
+    """Return the identity of a server's stack; empty if the server has none."""
     with sync_channel(address, token="", stack=NOBODY) as channel:  # a stranger gets no token
         try:
             ReplicaStub(channel).GetStatus(GetStatusRequest(), timeout=seconds)

@@ -23,7 +23,7 @@ ROLLOUT_OFFLINE = "services.rollout.offline"
 MANY_ROLLOUTS = "services.rollout.rehearsal"
 CONSOLE_MODULE = "services.console"
 EXIT_SECONDS = 30.0
-"""Seconds for a program to exit after its last output."""
+"""Maximum seconds for a program to exit after its last output."""
 
 
 def console_installed() -> bool:
@@ -32,13 +32,13 @@ def console_installed() -> bool:
 
 
 def python_path() -> str:
-    """Return a PYTHONPATH with which child processes find relaxd and the services."""
+    """Return a value for PYTHONPATH with which child processes find relaxd and the services."""
     source = str(Path(relaxd.__file__).parents[1])
     return os.pathsep.join(path for path in (source, os.environ.get("PYTHONPATH", "")) if path)
 
 
 def run_program(module: str, words: Sequence[str], *, seconds: float, text: str = "") -> dict[str, Any]:
-    """Run a program with `text` as its input. Returns its JSON result, the last line of its output.
+    """Run a program with `text` as its input. Returns the program's result, the JSON in the last line of its output.
 
     The program's progress goes to this process's stderr. Raises CliError if the result has an "error" or is missing.
     """

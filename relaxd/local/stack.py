@@ -1,4 +1,4 @@
-"""The stack of services on this machine: its coordinator's address, its client, its start and its stop."""
+"""The stack of services on this machine: start, stop, the coordinator's address, and clients of the coordinator."""
 
 import contextlib
 import os
@@ -26,18 +26,19 @@ from relaxd.rpc.service_settings import CONSOLE_PORTS, checked_address
 from relaxd.rpc.stack_identity import STACK_VARIABLE, make_stack_identity
 
 Known = tuple[str, str]
-"""Known state of a coordinator that doesn't answer, and advice, as texts for the user."""
+"""Two texts for the user: why a coordinator doesn't answer, as far as known, and advice."""
 
 
 def open_client(address: str, state: Path) -> CoordinatorClient:
-    """Return a client whose errors add the known state of the coordinator, if it belongs to a state folder here."""
+    """Return a client of the coordinator. Its errors say why the coordinator doesn't answer, if `state` belongs to
+    it."""
     return CoordinatorClient(address, why_silent=why_silent(state))
 
 
 def why_silent(state: Path) -> Callable[[str], Known | None]:
-    """Return a function that gives the known state of the coordinator at an address.
+    """Return a function that, given a coordinator's address, says why this coordinator doesn't answer.
 
-    It returns None if the state folder says nothing about the coordinator.
+    The function returns None if the state folder says nothing about the coordinator.
     """
     folder = StateFolder(state)
 
@@ -57,7 +58,7 @@ def why_silent(state: Path) -> Callable[[str], Known | None]:
 
 
 def _of_process(folder: StateFolder, supervisor: int, service: ServiceState) -> Known:
-    """Return the known state of the coordinator's process."""
+    """Return why the coordinator's process doesn't answer, and advice."""
     log = f"its log is {folder.log(service.name)}"
     if service.phase == "failed":
         return f"it kept dying (exit code {service.exit_code}), and its supervisor gave it up", log
@@ -75,7 +76,7 @@ def _of_process(folder: StateFolder, supervisor: int, service: ServiceState) -> 
 
 
 def _of_container(containers: compose.ComposeState) -> Known | None:
-    """Return the known state of the coordinator's container."""
+    """Return why the coordinator's container doesn't answer, and advice; None if Docker can't tell."""
     try:
         found = [one for one in compose.containers(containers) if COORDINATOR in one.Name]
     except CliError:
@@ -86,7 +87,7 @@ def _of_container(containers: compose.ComposeState) -> Known | None:
 
 
 def _status(pid: int | None) -> str | None:
-    """Return the status of a process; None if there is none."""
+    """Return psutil's status of the process `pid`; None if there is none or it has ended."""
     try:
         status = psutil.Process(pid).status() if pid else None
     except psutil.NoSuchProcess:
@@ -96,11 +97,11 @@ def _status(pid: int | None) -> str | None:
 
 COORDINATOR_PORT = 50050
 ENDING_SECONDS = 60.0
-"""Deadline for the supervisor to stop services that did not come up."""
+"""Maximum seconds for the supervisor to stop services of which some did not come up."""
 DOWN_SECONDS = 120.0
-"""Maximum seconds for services to end."""
+"""Maximum seconds for the services to end in `down`."""
 SAY_SECONDS = 3.0
-"""Seconds between two lines of `down` on the services that it waits for."""
+"""Seconds between two messages of `down` about services that haven't stopped."""
 READY_SECONDS = 120.0
 """Maximum seconds until the next service registers, once Redis has loaded its data."""
 
@@ -275,16 +276,16 @@ def _registered(coordinator: CoordinatorClient) -> Counter[str]:
 
 
 def raise_if_failed(folder: StateFolder, state: StackState | None, roles: Collection[str] | None = None) -> None:
-    """Raise CliError, with the end of its log, for a service (of `roles`, if given) that the supervisor gave up."""
+    """Raise CliError, with the end of the log, if the supervisor has given up a service (of `roles`, if given)."""
     failed = state.failed() if state else []
     for service in [service for service in failed if roles is None or service.role in roles]:
         raise failure(folder, service.name, f"{service.name} kept dying (exit code {service.exit_code})")
 
 
 def raise_when_down(folder: StateFolder, address: str, run_id: str) -> Callable[[], None]:
-    """Return a function that raises CliError once this folder's services at `address`, which a run uses, are down.
+    """Return a function that raises CliError once the folder's services, which a run at `address` uses, are down.
 
-    Without it, a caller would wait for a coordinator that has ended, or reach another one at its port.
+    Without this check, a caller would wait for a coordinator that has ended, or reach another one at the same port.
     """
     begun = folder.read()
 
@@ -300,14 +301,14 @@ def raise_when_down(folder: StateFolder, address: str, run_id: str) -> Callable[
 
 
 def failure(folder: StateFolder, service: str, message: str) -> CliError:
-    """Make an error with the last lines of a service's log."""
+    """Return an error with `message` and the last lines of a service's log."""
     lines = "\n".join(f"  {line}" for line in folder.log_tail(service))
     shown = f"; the last lines of {folder.log(service)}:\n{lines}" if lines else ""
     return CliError(f"{message}{shown}", f"all logs are in {folder.logs}")
 
 
 def down(folder: StateFolder, say: Callable[[str], None] = lambda text: None) -> bool:
-    """Stop the services. Returns False if none were up. Raises CliError when they don't stop.
+    """Stop the folder's services. Returns False if no service was up. Raises CliError when they don't stop.
 
     `say` is called every few seconds with the services that have not stopped.
     """
@@ -326,7 +327,8 @@ def down(folder: StateFolder, say: Callable[[str], None] = lambda text: None) ->
 
 
 def address_here(state: Path, coordinator: str | None) -> str | None:
-    """Return the coordinator's host:port: as given, else of the containers or services here; None if none are up.
+    """Return the coordinator's host:port: the given one, else that of the containers or services that this state
+    folder records; None if none are up.
 
     There is no default address: another folder's services may use it. Raises CliError if the given one is no host:port.
     """
@@ -345,14 +347,14 @@ def address_here(state: Path, coordinator: str | None) -> str | None:
 
 
 def use_stack(state: StackState | None) -> StackState | None:
-    """Add the identity of the local services' stack, if any, to this process's calls."""
+    """Set an environment variable so that this process's calls carry the identity of the local stack, if any."""
     if state is not None and state.stack:
         os.environ[STACK_VARIABLE] = state.stack
     return state
 
 
 def coordinator_address(state: Path, coordinator: str | None) -> str:
-    """Like `address_here`. Raises CliError if nothing is up here."""
+    """Return the coordinator's host:port, as `address_here` does. Raises CliError if no services are up here."""
     if address := address_here(state, coordinator):
         return address
     raise CliError(

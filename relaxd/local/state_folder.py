@@ -21,30 +21,30 @@ Phase = Literal["starting", "running", "restarting", "failed", "stopped"]
 
 
 class ServiceState(BaseModel):
-    """One child process of the supervisor."""
+    """State of one child process of the supervisor."""
 
     name: str
-    """Name, such as rollout-2."""
+    """Name of the service, such as rollout-2."""
     role: str
-    """A role of relaxd.roles, "launcher", "console" or "redis"."""
+    """Role of the service: one of relaxd.roles, "launcher", "console" or "redis"."""
     phase: Phase = "starting"
     pid: int | None = None
     restarts: int = 0
     exit_code: int | None = None
-    """Last exit code; a negative one is the number of the fatal signal."""
+    """Exit code of the service's last process. If a signal killed the process: the signal's number, negative."""
     launched: bool = False
-    """True if the launcher added the service."""
+    """True if the service was added at the launcher's request."""
     restart_wish: int = 0
-    """Number of the last executed RestartWish."""
+    """Number of the last RestartWish that the supervisor executed for this service."""
 
 
 class StackState(RedisUrlModel):
-    """The services of one supervisor."""
+    """State of a supervisor and its services, which the supervisor writes for other commands."""
 
     pid: int
     """Pid of the supervisor."""
     started: float
-    """Start of the supervisor, in Unix time."""
+    """Time at which the supervisor started, in Unix time (seconds)."""
     coordinator: str
     """Address of the coordinator, host:port."""
     stack: str = ""
@@ -69,32 +69,32 @@ class LaunchWish(BaseModel):
     """UUIDs of the GPUs that the service may see; empty: all."""
     sglang_url: str = ""
     stop_seconds: float | None = None
-    """If set, stop the service, and kill it after this many seconds."""
+    """Seconds after which the stopping replica is killed; None: the replica is to be started, not stopped."""
 
 
 class RestartWish(BaseModel):
-    """The launcher's request to restart a process."""
+    """The launcher's request to restart a service's process."""
 
     number: int
-    """Number of the request, which grows with each request for this service."""
+    """Number of the restart request, which grows with each request for the same service."""
     replica_id: str
     """Replica id of the process to restart; the request is ignored if another process runs. Empty: any process."""
 
 
 class LaunchWishes(BaseModel):
-    """The launcher's requests, by launch id or name: the launcher writes them, the supervisor executes them."""
+    """The launcher's requests to the supervisor: launches by launch id, restarts by name of the service."""
 
     wishes: dict[str, LaunchWish] = {}
     restarts: dict[str, RestartWish] = {}
 
 
 class StateFolder:
-    """A folder that at most one supervisor uses at a time."""
+    """The folder with the state and the logs of a stack on this machine. At most one supervisor uses it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self.logs = self.path / "logs"
-        """Folder of the services' logs; for services of one run, a link to the run's folder."""
+        """Folder of the services' logs. If the services serve a single run, a link to a folder of the run."""
         self.redis_data = self.path / "redis"
         """Data and password of the embedded Redis. Rewards need nothing in this folder, so the reward service's
         worker_enclosure.py keeps their workers out of it."""
@@ -106,7 +106,7 @@ class StateFolder:
         self._starting = self.path / "starting.lock"
 
     def create(self) -> None:
-        """Create the folder. Raises CliError when that fails."""
+        """Create the state folder and its subfolders. Raises CliError when that fails."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.logs.is_symlink():  # else they are a run's, whose folder may be gone
@@ -119,7 +119,7 @@ class StateFolder:
             raise CliError(problem, "choose another: --state DIR") from error
 
     def begin_logs(self, target: Path | None = None) -> None:
-        """Start empty logs here, or continue those in `target`, a run's folder. Raises CliError."""
+        """Start empty logs in the state folder, or continue the logs in `target`, a run's folder. Raises CliError."""
         try:
             if self.logs.is_symlink():
                 self.logs.unlink()
@@ -139,7 +139,7 @@ class StateFolder:
         return self.redis_data / f"run-{run_id}"
 
     def log(self, service: str) -> Path:
-        """Return the path of a service's log."""
+        """Return the path of a service's log file."""
         return self.logs / f"{service}.log"
 
     def log_tail(self, service: str, lines: int = 15) -> list[str]:
@@ -154,7 +154,7 @@ class StateFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder for one supervisor. Raises CliError if another one holds it."""
+        """Lock the state folder for one supervisor. Raises CliError if another supervisor holds the lock."""
         with self._lock.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,9 +164,9 @@ class StateFolder:
 
     @contextmanager
     def starting(self, command: str) -> Iterator[None]:
-        """Hold the folder for a command that starts services; enter before writing anything there.
+        """Lock the state folder for a command that starts services. Enter before writing anything there.
 
-        Raises CliError, which names the holder: another command starts services, or they are up.
+        Raises CliError, which names the holder, if another command starts services or services are up.
         """
         self.create()
         with self._starting.open("a+") as file:
@@ -191,7 +191,7 @@ class StateFolder:
             yield
 
     def is_up(self) -> bool:
-        """Return True if a supervisor holds the folder."""
+        """Return True if a supervisor holds the state folder's lock."""
         if not self._lock.exists():
             return False
         with self._lock.open() as file:
@@ -211,22 +211,22 @@ class StateFolder:
             return None
 
     def write(self, state: StackState) -> None:
-        """Write the state."""
+        """Write the supervisor's state."""
         replace_file(self._state, state.model_dump_json(indent=2))
 
     def read_launched(self) -> LaunchWishes:
-        """Read the launcher's requests."""
+        """Read the launcher's requests to the supervisor."""
         try:
             return LaunchWishes.model_validate_json(self._launched.read_bytes())
         except FileNotFoundError:
             return LaunchWishes()
 
     def write_launched(self, wishes: LaunchWishes) -> None:
-        """Write the launcher's requests."""
+        """Write the launcher's requests to the supervisor."""
         replace_file(self._launched, wishes.model_dump_json(indent=2))
 
     def wait_until_down(self, seconds: float) -> bool:
-        """Wait until no supervisor holds the folder. Returns False after `seconds`."""
+        """Wait until no supervisor holds the state folder's lock. Returns False if one still does after `seconds`."""
         deadline = time.monotonic() + seconds
         while self.is_up():
             if time.monotonic() >= deadline:

@@ -34,58 +34,58 @@ MAX_BACKOFF_SECONDS = 10.0
 
 
 class ServiceSpec(BaseModel):
-    """A process to keep running."""
+    """A service that the supervisor keeps running as a child process."""
 
     name: str
     role: str
     command: list[str]
     environment: dict[str, str] = {}
-    """Variables added to the supervisor's environment."""
+    """Environment variables of the process, in addition to the supervisor's."""
 
 
 class StackPlan(RedisUrlModel):
-    """The services that a supervisor runs."""
+    """Plan of a supervisor: the services that it runs, and how."""
 
     state_folder: Path
     coordinator: str
     """Address of the coordinator, host:port."""
     stack: str = ""
-    """Identity of the stack (relaxd.rpc.stack_identity)."""
+    """Identity of the stack that the services belong to (relaxd.rpc.stack_identity)."""
     console: str = ""
     """URL of the console; empty if there is none."""
     services: list[ServiceSpec]
     """Services in the order of starting. The coordinator and then Redis are stopped last."""
     templates: dict[str, ServiceSpec] = Field(default_factory=dict)
-    """Spec of additional replicas by role, for the launcher."""
+    """Templates, by role, of the replicas that the launcher adds."""
     stop_with_parent: bool = False
-    """True to stop everything when the supervisor's parent ends."""
+    """True to stop all services when the process that started the supervisor ends."""
     grace_seconds: float = 20.0
-    """Seconds for a service to drain before it is killed."""
+    """Maximum seconds for a service to drain; after them it is killed."""
     max_restarts: int = 5
-    """Maximum deaths of a service within restart_window_seconds."""
+    """Maximum number of a service's deaths within restart_window_seconds. Beyond it the service isn't restarted."""
     restart_window_seconds: float = 60.0
     first_backoff_seconds: float = 0.5
-    """Seconds before the first restart, doubled for each further one."""
+    """Seconds before a service's first restart, doubled for each further restart."""
 
 
 class SupervisedProcess:
-    """A service with its current process and its recent deaths."""
+    """A service of the supervisor, with its current process and the times of its recent deaths."""
 
     def __init__(self, spec: ServiceSpec, log: Path, *, launched: bool = False) -> None:
         self.spec = spec
         self.log = log
         self.state = ServiceState(name=spec.name, role=spec.role, launched=launched)
         self.kill_at: float | None = None
-        """Monotonic time at which to kill the stopping process; None if it isn't being stopped."""
+        """Monotonic time at which the stopping process is killed; None while the process isn't being stopped."""
         self.process: subprocess.Popen[bytes] | None = None
         self.restart_at: float | None = None
         self.deaths: deque[float] = deque()
         self.asked_to_restart = False
-        """True while a requested restart kills its process."""
+        """True while the process is being killed for a restart that the coordinator requested."""
 
     @property
     def replica_id(self) -> str:
-        """The replica id of the newest process."""
+        """Replica id that the service's newest process has."""
         return self.spec.name + (f"-r{self.state.restarts}" if self.state.restarts else "")
 
     def start(self) -> None:
@@ -112,12 +112,12 @@ class SupervisedProcess:
         self.set_phase("running")
 
     def set_phase(self, phase: Phase) -> None:
-        """Set the phase and pid of the state."""
+        """Set phase and pid in the service's state."""
         self.state.phase = phase
         self.state.pid = self.process.pid if self.process else None
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the process; SIGKILL goes to its whole process group."""
+        """Send a signal to the process. SIGKILL goes to its whole process group."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -137,7 +137,7 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    """Runs one plan until it is stopped."""
+    """Starts the services of one plan, restarts dead ones, and stops all at the end."""
 
     def __init__(self, plan: StackPlan) -> None:
         self.plan = plan
@@ -206,7 +206,7 @@ class Supervisor:
             self.stopping = True
 
     def _follow_launcher(self, now: float) -> None:
-        """Execute the launcher's requests."""
+        """Execute the launcher's new requests to launch, stop or restart a replica."""
         launched = {child.spec.name: child for child in self.children if child.state.launched}
         for launch_id, wish in self.folder.read_launched().wishes.items():
             child = launched.get(launch_id)
@@ -366,7 +366,7 @@ def _describe_exit(code: int | None) -> str:
 
 
 def main() -> None:
-    """Run the plan file named on the command line."""
+    """Run the supervisor with the plan file that the command line names."""
     plan = StackPlan.model_validate_json(Path(sys.argv[1]).read_bytes())
     try:
         Supervisor(plan).run()

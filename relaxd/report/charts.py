@@ -1,6 +1,6 @@
-"""The charts of a report: which metrics of metrics.jsonl are drawn together, and their numbers.
+"""The charts of a report: which metrics of metrics.jsonl are drawn together, and the drawn numbers.
 
-A metric that no chart names gets a separate chart, so that none is left out.
+A metric that no chart names gets a separate chart, so that every metric is shown.
 """
 
 import math
@@ -17,23 +17,24 @@ COLOURS = (
     "#2563eb", "#f28e2b", "#2ca02c", "#d62728", "#9467bd",
     "#17becf", "#8c564b", "#e377c2", "#bcbd22", "#7f7f7f",
 )  # fmt: skip
-"""Colours of a chart's lines, in order: no two are alike, on white and on black."""
+"""Colours of a chart's lines, in order. All can be told apart, on white and on black."""
 DIGITS = 5
-"""Significant digits of a drawn number."""
+"""Number of significant digits of a drawn number."""
 
 Lines = Sequence[Mapping[str, Any]]
-"""Lines of metrics.jsonl."""
+"""Parsed lines of metrics.jsonl, one per step."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Metrics that are drawn together."""
+    """A chart: metrics that are drawn together."""
 
     title: str
     metrics: tuple[str, ...]
-    """Metric names. A name with * matches all metrics that no chart names in full."""
+    """Names of the chart's metrics. A name with * matches all metrics that no chart names in full."""
     kind: Literal["lines", "log", "points"] = "lines"
-    """Lines on a linear or a logarithmic scale, or a dot per value for metrics that few steps have."""
+    """Kind of chart: lines on a linear scale, lines on a logarithmic scale, or a dot per value for metrics that few
+    steps have."""
 
 
 SECTIONS: dict[str, tuple[Chart, ...]] = {
@@ -128,15 +129,16 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
 }
 NAMED = {name for charts in SECTIONS.values() for chart in charts for name in chart.metrics if "*" not in name}
 STACKS: tuple[Breakdown, ...] = (TRAINER, GROUP)
-"""Durations drawn as a stack of their parts, at the beginning of the section on time."""
+"""Durations that are drawn as stacks of their parts, at the beginning of the section "Time"."""
 UNDRAWN = frozenset(
     {"step", "commit_time", "weights_checksum", "eval_step", "eval_prompts", *(whole.name for whole in STACKS)}
 ) | {part.name for whole in STACKS for part in whole.parts}
-"""Metrics that are not drawn separately."""
+"""Metrics for which no separate chart is drawn."""
 
 
 def chart_data(lines: Lines) -> dict[str, Any]:
-    """Return the charts for JSON: steps, times, and sections of charts with the title, kind, unit and lines of each.
+    """Return the data of all charts, for JSON: steps, times, and sections of charts with the title, kind, unit and
+    lines of each.
 
     A chart's line has a name, a meaning, a color, and a value or None per step. Charts without values are left out. A
     chart shows at most len(COLOURS) lines, those with the highest means; `left_out` counts the others.
@@ -161,7 +163,8 @@ def chart_data(lines: Lines) -> dict[str, Any]:
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the values of single replicas to a line, under names such as "engine_idle_share of rollout-1"."""
+    """Return a line of metrics with each replica's values as further metrics, such as "engine_idle_share of
+    rollout-1"."""
     single = {
         f"{name} of {replica}": value for name in PER_REPLICA for replica, value in replica_values(line, name).items()
     }
@@ -169,7 +172,8 @@ def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_charts(names: set[str]) -> list[Chart]:
-    """Return the charts of evaluation sets (eval/SET/NAME), and remove their counts of prompts from `names`."""
+    """Return the charts of the metrics of evaluation sets (eval/SET/NAME). Removes the sets' numbers of prompts from
+    `names`."""
     charts = []
     for one in sorted({name.split("/")[1] for name in names if name.startswith("eval/")}):
         place = f"eval/{one}/"
@@ -195,7 +199,7 @@ def color(place: int) -> str:
 
 
 def _take(patterns: Sequence[str], left: set[str]) -> list[str]:
-    """Remove the names that match the patterns from `left` and return them, in the patterns' order."""
+    """Remove the metrics' names that match the patterns from `left`, and return them in the patterns' order."""
     names: list[str] = []
     for pattern in patterns:
         start, star, end = pattern.partition("*")
@@ -247,7 +251,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """Round a number for a chart; None for anything but a finite number."""
+    """Return a value rounded for a chart; None if it isn't a finite number."""
     if not _is_number(value):
         return None
     rounded = float(f"{value:.{DIGITS}g}")

@@ -1,4 +1,4 @@
-"""The outcome of every prompt's groups, from groups.jsonl: filters, and trained groups compared with published ones."""
+"""The outcomes of a run's groups, from groups.jsonl: filters, and a comparison of trained with published groups."""
 
 import difflib
 import math
@@ -18,7 +18,7 @@ FIELDS = (
     *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
     *("tokens", "truncated", "continued", "reward", "samples", "right", "equal_rewards", "visit"),
 )
-"""Fields that a condition may name."""
+"""Fields of a group's outcome that a filter condition may name."""
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -34,9 +34,9 @@ Test = Callable[[dict[str, Any]], bool]
 PAGE = 4096
 """Maximum number of groups that a summary has in memory at once."""
 CHUNK = 1 << 15
-"""Number of an epoch's positions whose bits are stored together."""
+"""Number of positions in an epoch that a GroupSet stores in one array of bits."""
 GROUP_ID = re.compile(r"(\d+)-(\d{1,18})(?:~(\d+))?", re.ASCII)
-"""Pattern of a group's id: epoch, position in it, and retry."""
+"""Pattern of a group's id: epoch, position in the epoch, and number of the retry."""
 
 
 class GroupSet:
@@ -47,7 +47,7 @@ class GroupSet:
         self._others: set[str] = set()
 
     def add(self, group: str) -> bool:
-        """Add an id. Returns whether it was new."""
+        """Add a group's id. Returns True if the set lacked it."""
         match = GROUP_ID.fullmatch(group)
         if match is None:
             known = group in self._others
@@ -64,13 +64,13 @@ class GroupSet:
 
 
 class ConditionError(ValueError):
-    """A condition that can't be read."""
+    """A filter condition for groups can't be parsed, or names an unknown field."""
 
 
 def read_fates(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the outcome of each closed group, newest first: its line of the file, with `fate` and `retry` added.
+    """Yield the outcome of each closed group, newest first: its line of groups.jsonl, with `fate` and `retry` added.
 
-    A group whose run was restored may have several lines; the newest counts.
+    If the run was restored, a group may have several lines, of which the newest counts.
     """
     seen = GroupSet()
     for line in newest_lines(folder / GROUPS):
@@ -85,7 +85,7 @@ def _with_fate(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome_message(line: Mapping[str, Any]) -> pb.ClosedGroup:
-    """Convert a closed group of `read_fates` to a message."""
+    """Convert a group's outcome, as `read_fates` yields it, to a protobuf message."""
     message = pb.ClosedGroup(
         group_id=line["group"],
         reason=line.get("reason", ""),
@@ -102,7 +102,7 @@ def outcome_message(line: Mapping[str, Any]) -> pb.ClosedGroup:
 
 
 def of_prompt(prompt: str) -> Test:
-    """Return a test for the groups of a prompt, given by its row in the data or a group's id.
+    """Return a test that selects the groups of one prompt, which its row in the data or a group's id names.
 
     An id such as "0-000012" selects a single visit of the prompt, with its retries.
     """
@@ -113,9 +113,9 @@ def of_prompt(prompt: str) -> Test:
 
 
 def condition(text: str) -> Test:
-    """Return a test from conditions such as "reason = stale and tokens > 1000".
+    """Return a test that selects groups by conditions such as "reason = stale and tokens > 1000".
 
-    A group without the field passes only `!=`. Raises ConditionError.
+    A group that lacks a condition's field passes only `!=`. Raises ConditionError.
     """
     tests = [_one_condition(part) for part in re.split(r"\s+and\s+", text.strip())]
     return lambda line: all(test(line) for test in tests)
@@ -154,15 +154,15 @@ def _value(text: str) -> str | float:
 
 @dataclass
 class GroupTally:
-    """Counts of groups with a common property."""
+    """Numbers of closed, trained and dropped groups that have a property in common."""
 
     closed: int = 0
     trained: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    """Number of dropped groups by reason."""
+    """Numbers of dropped groups, by reason."""
 
     def add(self, line: dict[str, Any], times: int = 1) -> None:
-        """Count a group; with `times` = -1, uncount it."""
+        """Add a group to the counts; with `times` = -1, subtract it."""
         self.closed += times
         if line["fate"] == "trained":
             self.trained += times
@@ -172,40 +172,42 @@ class GroupTally:
 
 @dataclass
 class Mean:
-    """The mean of all values so far."""
+    """Running mean of the values that were added."""
 
     total: float = 0.0
     count: int = 0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value; with `times` = -1, uncount it."""
+        """Add a value to the mean; with `times` = -1, remove it."""
         self.total += times * value
         self.count += times
 
     @property
     def value(self) -> float:
-        """The mean; NaN without values."""
+        """Mean of the added values; NaN without values."""
         return self.total / self.count if self.count else math.nan
 
 
 @dataclass
 class Summary:
-    """Published groups compared with trained ones. Memory grows with the number of sources, not of groups."""
+    """Summary of a run's closed groups, which compares trained groups with all. Its size grows with the number of data
+    sources, not of groups."""
 
     all: GroupTally = field(default_factory=GroupTally)
     retried: int = 0
-    """Number of groups that were retries."""
+    """Number of groups that were retries of earlier groups."""
     continued: int = 0
-    """Number of groups with an answer that was cut off and continued."""
+    """Number of groups in which an answer was cut off and continued."""
     by: dict[str, dict[str, GroupTally]] = field(default_factory=lambda: {name: {} for name in DIMENSIONS})
-    """Counts of groups by dimension, then by label."""
+    """Counts of groups by dimension (DIMENSIONS), then by the group's label in this dimension."""
     means: dict[str, tuple[Mean, Mean]] = field(
         default_factory=lambda: {name: (Mean(), Mean()) for name in ("prompt_tokens", "tokens", "truncated", "reward")}
     )
-    """Two means by name of a number: over all groups that have it, and over the trained ones."""
+    """Means of groups' fields, by the field's name: the mean over all groups that have it, and over the trained
+    ones."""
 
     def add(self, line: dict[str, Any], times: int = 1) -> None:
-        """Count a group in the form of `read_fates`; with -1 remove it."""
+        """Add a group, as `read_fates` yields it, to the summary; with `times` = -1, subtract it."""
         self.all.add(line, times)
         self.retried += times * (line["retry"] > 0)
         self.continued += times * (line.get("continued", 0) > 0)
@@ -219,10 +221,10 @@ class Summary:
 
 
 def summarise_fates(folder: Path, see: Callable[[list[dict[str, Any]]], object] = lambda lines: None) -> Summary:
-    """Summarise the closed groups of a run, in one pass over the file.
+    """Summarise the closed groups of a run, in one pass over groups.jsonl.
 
-    A restored run may have several lines per group, of which the newest counts. Only then the file is read again, to
-    subtract the older lines.
+    If the run was restored, a group may have several lines, of which the newest counts. Only then the file is read
+    again, to subtract the older lines.
 
     Args:
         folder: the run's folder.
@@ -269,7 +271,7 @@ def _difficulty(line: dict[str, Any]) -> str:
 
 
 def _order(label: str) -> tuple[int, float, str]:
-    """Sort labels by their number; labels without one come last."""
+    """Return a sort key that orders labels by the number in them. Labels without a number come last."""
     found = re.search(r"[\d.]+", label)
     if found is None:
         return (1, 0.0, label)
@@ -281,4 +283,4 @@ DIMENSIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "source": lambda line: str(line.get("source", "no data_source")),
     "difficulty": _difficulty,
 }
-"""Dimensions of the summary, with the function that labels a group."""
+"""Properties by which the summary counts groups, each with the function that returns a group's label."""

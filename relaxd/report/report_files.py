@@ -29,7 +29,7 @@ MARKED_STEPS = 200
 
 
 def draw_curve(result: RunResult) -> bytes:
-    """Draw reward, accuracy and format over the steps with the held-out evaluations, as PNG."""
+    """Return a PNG that shows reward, accuracy, format and held-out evaluations over the steps."""
     from matplotlib.figure import Figure  # slow to import, and only needed here
     from matplotlib.ticker import MaxNLocator
 
@@ -80,7 +80,7 @@ def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, fl
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """Return, for each position, the mean of the last SMOOTHED values."""
+    """Return the running mean: for each position, the mean of the last SMOOTHED values up to it."""
     windows = [values[max(0, end - SMOOTHED) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]
 
@@ -103,7 +103,7 @@ def write_report(folder: Path) -> Path:
 
 
 ASSETS = Path(__file__).with_name("assets")
-"""Folder of the views, which the console serves as well, and of the report's page."""
+"""Folder with the report's page and its views, which the console also serves."""
 IMPORT = re.compile(r'^import (?:\* as (\w+)|(\{[\w, ]*\})) from "\./(\w+\.js)";$', re.MULTILINE)
 EXPORT = re.compile(r"^export ((?:async )?function|const|class) (\w+)", re.MULTILINE)
 
@@ -130,8 +130,8 @@ def _asset(name: str) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return the page's Content-Security-Policy: only its own scripts, and styles, images and sounds within the
-    page."""
+    """Return the Content-Security-Policy of the report's page, which allows only these scripts, and styles, images and
+    sounds within the page."""
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{digest}'" for digest in digests)
     rest = "style-src 'unsafe-inline'; img-src data:; media-src data:; base-uri 'none'; form-action 'none'"
@@ -139,19 +139,19 @@ def _policy(scripts: list[str]) -> str:
 
 
 def packed(data: Mapping[str, Any]) -> str:
-    """Compress data for the page; base64 holds nothing that HTML could take for markup."""
+    """Compress data for the report's page, as base64, which contains nothing that HTML could take for markup."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """Return data as JSON without characters that HTML could read as markup."""
+    """Return data as JSON text without characters that HTML could read as markup."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def bundle(folder: Path, entry: str) -> str:
-    """Return one script with the module `entry` of a folder and all modules that it imports.
+    """Return one JavaScript script with the module `entry` in `folder` and all modules that it imports.
 
     Browsers load no modules for a page opened as a file. Each import must be on a single line, of a whole module or of
     names, from the same folder. Exports must be declarations.
@@ -163,7 +163,7 @@ def bundle(folder: Path, entry: str) -> str:
 
 
 def _collect(folder: Path, name: str, texts: dict[str, str]) -> None:
-    """Add a module after the modules that it imports."""
+    """Add a JavaScript module to `texts`, after the modules that it imports."""
     if name in texts:
         return
     text = (folder / name).read_text(encoding="utf-8")
@@ -173,18 +173,18 @@ def _collect(folder: Path, name: str, texts: dict[str, str]) -> None:
 
 
 def _as_function(text: str) -> str:
-    """Return the body of a function that returns a module's exports."""
+    """Convert a JavaScript module to the body of a function that returns the module's exports."""
     exports = ", ".join(match[2] for match in EXPORT.finditer(text))
     body = EXPORT.sub(r"\1 \2", IMPORT.sub(r'const \1\2 = modules["\3"];', text))
     return f"{body}\nreturn {{ {exports} }};"
 
 
 SHOWN_STEPS = 100
-"""Maximum number of steps in the table, the newest; charts show all steps."""
+"""Maximum number of steps in the report's table: the newest ones. Charts show all steps."""
 SHOWN_ANSWERS = 100
-"""Maximum number of answers in the table of a set."""
+"""Maximum number of answers in the report's table of an evaluation set."""
 SHOWN_GROUPS = 200
-"""Maximum number of groups in the ledger, the newest."""
+"""Maximum number of groups in the report's list of groups: the newest ones."""
 STEP_COLUMNS = (
     ("step", "step", "{:.0f}"),
     ("reward", "reward_mean", "{:.3f}"),
@@ -200,13 +200,14 @@ STEP_COLUMNS = (
     ("seconds", "step_seconds", "{:.1f}"),
 )
 INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Zs")
-"""Unicode categories of invisible characters."""
+"""Unicode categories whose characters are invisible."""
 TEXTS = ("prompt", "response", "answer")
 """Text fields of samples, which `shown_text` prepares for display."""
 
 
 def report_data(result: RunResult) -> dict[str, Any]:
-    """Return the run, and the answers to the views' requests by name, without the charts."""
+    """Return the data of the report's page: the run, and by name what each view shows. The charts' data aren't
+    included."""
     return {
         "run": _run(result),
         "answers": {
@@ -292,7 +293,7 @@ def _steps(shown: Steps) -> dict[str, Any]:
 
 
 def _evaluations(result: RunResult) -> dict[str, Any]:
-    """Return the results of evaluations, and each set's first and newest answers side by side."""
+    """Return a table of the results of evaluations, and for each set its first and newest answers side by side."""
     return {
         "results": _table(*table_of(result.set_rows)),
         "sets": [{"name": name, **_set_answers(result, name)} for name in result.answered_sets],
@@ -341,7 +342,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]
 
 
 def shown_text(value: object) -> str:
-    """Return a model's text with at most one blank line in a row."""
+    """Return a model's text for display: with at most one blank line in a row, or a note if nothing is visible."""
     text = str(value)
     if text and all(character.isspace() or unicodedata.category(character) in INVISIBLE for character in text):
         return f"(only {len(text)} blank characters)"

@@ -30,33 +30,33 @@ from relaxd.run_folder import (
 from relaxd.v1 import coordinator_pb2 as pb
 
 COUNTS = ("prompts", "unscored", "environment_failed", "turns_mean", "response_length", "truncated_share", "step")
-"""Metrics of a set other than the reward and its parts."""
+"""Metrics of an evaluation set that are neither the reward, nor parts of it, nor pass@k or maj@k."""
 
 
 @dataclass(frozen=True)
 class SetRow:
-    """The results of one evaluation on one set."""
+    """The results of one evaluation on one evaluation set."""
 
     step: int
     """Step after which the model was evaluated; 0: the initial model."""
     name: str
-    """The set's name."""
+    """Name of the evaluation set."""
     values: Mapping[str, float]
-    """Metrics without the set's prefix, by the names of `summarise_set`."""
+    """Metrics of the evaluation set, by the names that `summarise_set` gives, without the set's prefix."""
 
     @property
     def estimates(self) -> list[str]:
-        """Names of pass@k and maj@k, in order of k."""
+        """Names of the pass@k and maj@k metrics in the results, in order of k."""
         names = [name for name in self.values if is_estimate(name) and not is_end(name)]
         return sorted(names, key=_estimate_order)
 
     @property
     def parts(self) -> list[str]:
-        """Names of the parts of the reward."""
+        """Names of the parts of the reward in the results."""
         return [name for name in self.values if name not in (*COUNTS, "reward") and not is_estimate(name)]
 
     def estimate(self, name: str) -> str:
-        """Return a value with its 95 % confidence interval: "0.42 [0.33, 0.52]"."""
+        """Return a metric's value with its 95 % confidence interval as text, such as "0.420 [0.330, 0.520]"."""
         if (value := self.values.get(name)) is None:
             return ""
         low, high = self.values.get(f"{name}_low"), self.values.get(f"{name}_high")
@@ -68,7 +68,8 @@ def _estimate_order(name: str) -> tuple[bool, int]:
 
 
 def set_rows(lines: Iterable[Mapping[str, Any]]) -> list[SetRow]:
-    """Return the results in lines of metrics.jsonl, by set and then by step, the held-out prompts first."""
+    """Return the evaluations' results in lines of metrics.jsonl, ordered by set (the held-out prompts first), then
+    step."""
     rows = []
     for line in lines:
         sets: dict[str, dict[str, float]] = {}
@@ -85,7 +86,7 @@ def set_rows(lines: Iterable[Mapping[str, Any]]) -> list[SetRow]:
 
 
 def table_of(rows: Iterable[SetRow]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells of a table of results."""
+    """Return a table of evaluation results: the columns' titles, and the cells of each row."""
     rows = list(rows)
     estimates = sorted({name for row in rows for name in row.estimates}, key=_estimate_order)
     unscored = any(row.values.get("unscored") for row in rows)
@@ -111,33 +112,33 @@ SHOWN_SAMPLES = 64
 
 @dataclass(kw_only=True)
 class RunResult:
-    """The results in a run's folder so far."""
+    """The results of a run so far, read from the run's folder."""
 
     folder: Path
     summary: dict[str, Any]
     lines: list[dict[str, Any]]
-    """The lines of metrics.jsonl: one per step, with its evaluation if it has one; one for step 0 if the
+    """The lines of metrics.jsonl: one per step, with the step's evaluation if there is one. Step 0 has a line if the
     initial model was evaluated."""
     config_toml: str
     config: RunConfig | None
-    """The configuration; None if config.json is missing or from another version of relaxd."""
+    """Configuration of the run; None if config.json is missing or from another version of relaxd."""
     code: dict[str, Any]
-    """Version of the code, from code.json; empty if unknown."""
+    """Version of the code that the run used, from code.json; empty if unknown."""
     samples: list[dict[str, Any]]
 
     @property
     def run_id(self) -> str:
-        """The run's id."""
+        """Id of the run."""
         return str(self.summary.get("run_id") or self.folder.name)
 
     @property
     def state(self) -> str:
-        """The run's state and reason for display."""
+        """State of the run and the state's reason, as text for display."""
         return f"{self.summary.get('state', '')} · {self.summary.get('reason', '')}".strip(" ·")
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The metrics of each step."""
+        """Metrics of each trained step, as lines of metrics.jsonl."""
         return [line for line in self.lines if line.get("step", 0) > 0 and line.get("reward_mean") is not None]
 
     @property
@@ -147,7 +148,7 @@ class RunResult:
 
     @property
     def alarms(self) -> list[str]:
-        """A line for each alarm, ended ones included; empty if the settings are unknown."""
+        """Texts of all alarms of the run, ended ones included; empty if the configuration is unknown."""
         if self.config is None:
             return []
         found: list[GapAlarm | RuleAlarm] = [*GapWatch(self.config).observe_all(self.lines)]
@@ -157,27 +158,28 @@ class RunResult:
 
     @property
     def set_rows(self) -> list[SetRow]:
-        """The results of evaluations, by set and step."""
+        """Results of all evaluations of the run, ordered by set and step."""
         return set_rows(self.lines)
 
     @property
     def answered_sets(self) -> list[str]:
-        """Sets with stored answers, the held-out prompts first."""
+        """Names of the evaluation sets with stored answers, the held-out prompts first."""
         others = sorted(path.name for path in (self.folder / EVALUATIONS).glob("*/"))
         return [name for name in (HELD_OUT, *others) if self.evaluation_steps(name)]
 
     def evaluation_steps(self, name: str = HELD_OUT) -> list[int]:
-        """Return the steps with stored answers to a set, in order."""
+        """Return the steps after which answers to an evaluation set were stored, in order."""
         names = [path.stem for path in answers_folder(self.folder, name).glob("step-*.jsonl")]
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
 
     @property
     def changes_toml(self) -> str:
-        """The settings that differ from the defaults, as TOML; empty if they are unknown."""
+        """Settings of the run that differ from the defaults, as TOML; empty if the configuration is unknown."""
         return dump_changes(self.config) if self.config is not None else ""
 
     def answers(self, step: int, name: str = HELD_OUT, limit: int | None = None) -> list[dict[str, Any]]:
-        """Read the answers to a set after a step, in the prompts' order, at most `limit`. Raises CliError."""
+        """Read the answers to an evaluation set after a step, in the prompts' order, at most `limit`. Raises
+        CliError."""
         try:
             with answers_file(self.folder, name, step).open(encoding="utf-8") as file:
                 lines = (json.loads(line) for line in file if line.strip())
@@ -187,7 +189,7 @@ class RunResult:
             raise CliError(f"the answers of the evaluation of step {step} can't be read: {error}") from error
 
     def facts(self) -> dict[str, str]:
-        """Return the run's model, data and settings by name, for display."""
+        """Return the run's model, data and main settings as texts for display, by name."""
         facts = {}
         if config := self.config:
             source = config.data.source
@@ -209,12 +211,12 @@ class RunResult:
 
 
 def place_of(answer: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the index of an answer's prompt, and the answer's number among that prompt's answers."""
+    """Return the index of an evaluation answer's prompt, and the answer's number among that prompt's answers."""
     return answer["index"], answer.get("sample", 0)
 
 
 def results(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Return name, value before and value after of the held-out reward and each of its parts."""
+    """Return name, value before training and value after it, for the held-out reward and each part of it."""
     found = []
     for key, before in summary.items():
         name = key.removesuffix("_before")
@@ -225,7 +227,7 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
 
 
 OF_CONVERSATIONS = ("conversation", "turns", "environment_reward", "environment_seconds")
-"""Fields that only samples of runs with an environment have."""
+"""Fields of samples that only runs with an environment have."""
 
 
 def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
@@ -282,7 +284,8 @@ def _read_config(folder: Path) -> RunConfig | None:
 
 
 def read_lines(path: Path, *, growing: bool = False) -> list[dict[str, Any]]:
-    """Read a JSONL file; if `growing`, without an incomplete last line. Raises an OSError or ValueError."""
+    """Return the objects in a JSONL file. If `growing`, an incomplete last line is left out. Raises OSError or
+    ValueError."""
     text = path.read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1] if growing else text
     return [json.loads(line) for line in lines.splitlines() if line.strip()]

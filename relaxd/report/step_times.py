@@ -7,25 +7,25 @@ from typing import Any
 from rich.table import Table
 
 Steps = Sequence[Mapping[str, Any]]
-"""Metrics of steps, as in metrics.jsonl."""
+"""One mapping per step: the step's metrics by name, as in metrics.jsonl."""
 
 
 @dataclass(frozen=True)
 class BreakdownPart:
-    """A part of a breakdown: a step metric in seconds."""
+    """One component of a time breakdown, such as forward and backward: a step metric in seconds."""
 
     name: str
-    """Name of the metric; "" for the time that the other parts leave."""
+    """Name of the step metric; "" for the rest of the duration, which the other parts leave."""
     label: str
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A duration and its parts."""
+    """A duration, such as the trainer's step, and the components that add up to it."""
 
     title: str
     name: str
-    """Name of the whole duration's metric, which is in seconds."""
+    """Name of the step metric with the whole duration, in seconds."""
     parts: tuple[BreakdownPart, ...]
 
 
@@ -63,26 +63,26 @@ SHARES = {
     "engine_paused_share": "engines: paused for weights",
     "gpu_idle_share": "GPUs: no kernel running (NVML)",
 }
-"""Labels by metric. Each metric is a share of the step's time, over all replicas."""
+"""Displayed label of each metric that is a share of the step's time, over all replicas."""
 PER_REPLICA = {"engine_idle_share": "{replica}: idle", "gpu_idle_share": "GPUs of {replica}: no kernel running"}
-"""Labels by metric, of metrics that a step also has for each replica."""
+"""Displayed label of each metric that a step also records per replica; "{replica}" stands for the replica's id."""
 
 
 def replica_values(step: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a step's values of a metric by replica id; empty if the step had too many replicas."""
+    """Return a step's values of a metric by replica id; {} if the step had too many replicas to record them."""
     values: Mapping[str, Any] = (step.get("replicas") or {}).get(name, {})
     return values
 
 
 def part_seconds(step: Mapping[str, Any], whole: Breakdown) -> list[float]:
-    """Return the seconds of each part of a step; 0 for a missing metric."""
+    """Return the seconds that a step spent on each part of a breakdown; 0 for a missing metric."""
     known = {part.name: float(step.get(part.name) or 0.0) for part in whole.parts if part.name}
     rest = max(0.0, float(step.get(whole.name) or 0.0) - sum(known.values()))
     return [known.get(part.name, rest) for part in whole.parts]
 
 
 def mean_rows(steps: Steps, whole: Breakdown) -> list[tuple[BreakdownPart, float, float]]:
-    """Return each part with its mean seconds and share of the whole, without parts that never took time."""
+    """Return each part with its mean seconds and share of the whole; omit parts that took no time in any step."""
     seconds = [part_seconds(step, whole) for step in steps if step.get(whole.name)]
     if not seconds:
         return []
@@ -107,7 +107,7 @@ def share_rows(steps: Steps) -> list[tuple[str, float]]:
 
 
 def tables(steps: Steps) -> list[Table]:
-    """Format the breakdowns and shares for the terminal."""
+    """Return tables of the steps' time breakdowns and shares, for the terminal."""
     found = []
     for whole in (TRAINER, GROUP):
         rows = mean_rows(steps, whole)

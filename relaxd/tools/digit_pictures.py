@@ -13,18 +13,18 @@ from typing import Any, Self, cast
 from PIL import Image, ImageDraw, ImageFont
 
 HELD_OUT = 200
-"""Number of held-out prompts. Their seeds follow those of the training prompts."""
+"""Number of prompts held out for evaluation. Their seeds follow those of the training prompts."""
 
 
 class DrawnPrompts(ABC):
     """Prompt source (docs/data.md, "A source of your own") that computes a picture, video or sound for each prompt."""
 
     def __init__(self, count: int = 2500, blank: bool = False, first: int = 0) -> None:
-        """Make a source.
+        """Create a prompt source.
 
         Args:
             count: number of prompts.
-            blank: True to replace the part that shows the answer with grey, or with silence.
+            blank: True to replace the part of a picture, video or sound that shows the answer by grey or silence.
             first: seed of the first prompt.
         """
         self._count, self._blank, self._first = count, blank, first
@@ -33,33 +33,33 @@ class DrawnPrompts(ABC):
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a row."""
+        """Return the data row of the prompt at `index`."""
         return self.row(self._first + index, blank=self._blank)
 
     def held_out(self) -> Self:
-        """Return different prompts for evaluation."""
+        """Return a source of other prompts, for evaluation."""
         return type(self)(HELD_OUT, self._blank, self._first + self._count)
 
     @abstractmethod
     def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
-        """Return the data row for a seed."""
+        """Return the data row of the prompt that is drawn from `seed`."""
 
 
 PROMPT = "<image>Which digit is this?"
 DIGITS = 5
-"""Number of different digits, small because lucky guesses speed up learning."""
+"""Number of different digits in the pictures; few, because lucky guesses speed up learning."""
 SIDE = 32
 """Width and height of a picture, in pixels."""
 SIZES = (26, 30)
-"""Range of the sizes of digits, in pixels."""
+"""Minimum and maximum font size of the drawn digits, in pixels; the maximum is excluded."""
 GREY = 128
 
 
 class DigitPictures(DrawnPrompts):
-    """A source of prompts, each with a picture of a digit."""
+    """Prompt source whose prompts show a picture of a digit and ask which it is."""
 
     def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
-        """Return a row. The picture's column is "images"."""
+        """Return the data row of a prompt: prompt, answer, and the picture in the column "images"."""
         digit, picture = draw(seed)
         if blank:
             picture = Image.new("RGB", picture.size, (GREY, GREY, GREY))
@@ -67,7 +67,7 @@ class DigitPictures(DrawnPrompts):
 
 
 def draw(seed: int) -> tuple[int, Image.Image]:
-    """Return a random digit and a picture of it in random size, place, slant and colors."""
+    """Draw a random digit in random size, place, slant and colours. Returns the digit and the picture."""
     random = Random(seed)
     digit = random.randrange(DIGITS)
     ground = tuple(random.randrange(0, 60) for _ in range(3))
@@ -81,12 +81,12 @@ def draw(seed: int) -> tuple[int, Image.Image]:
 
 @lru_cache
 def font_of(size: int) -> ImageFont.FreeTypeFont:
-    """Return Pillow's default font, cached because Pillow would read its file again for each digit."""
+    """Return Pillow's default font in a size. Cached, because Pillow would read the font's file for each digit."""
     return cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
 
 
 def encoded(picture: Image.Image) -> str:
-    """Return a picture as base64 of a PNG, a form that JSON can hold."""
+    """Return a picture as a PNG in base64, so that it fits into JSON."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()

@@ -48,13 +48,13 @@ from relaxd.tools.text_beginner import END, labels, lesson_loss, save, tokenizer
 
 IMAGE_MARKS = {"image_token_id": "<|image|>"}
 VIDEO_MARKS = {"video_token_id": "<|video|>", "vision_start_token_id": "<|start|>", "vision_end_token_id": "<|stop|>"}
-"""Tokens of media by their names in config.json."""
+"""Special tokens that stand for media in a model's texts, by the token's name in config.json."""
 MARKS: Mapping[str, dict[str, str]] = {
     IMAGE: IMAGE_MARKS,
     VIDEO: IMAGE_MARKS | VIDEO_MARKS,
     AUDIO: IMAGE_MARKS | {"audio_token_id": "<|audio|>"},
 }
-"""Special tokens of a model for a kind of media."""
+"""For each kind of media: the special tokens of its model, by the token's name in config.json."""
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|{{ message.role }}|>
@@ -98,32 +98,33 @@ TOWER = {
 UPDATES = 200
 LEARNING_RATE = 1e-2
 ITEMS = 8
-"""Number of items that the output layer is trained on."""
+"""Number of pictures, videos or sounds on which the output layer is trained."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A question about pictures, videos or sounds."""
+    """A task: a question about a picture, video or sound, and its possible answers."""
 
     kind: str
-    """Kind of media."""
+    """Kind of media of the task: image, video or audio."""
     question: str
     answers: Sequence[str]
     item: Callable[[int], Any]
-    """Function that returns the item of a seed, as a data row has it. No run draws items of negative seeds."""
+    """Function that draws a picture, video or sound from a seed, in the form of a data row. Runs use no negative
+    seeds."""
     side: int
     """Width and height of a picture or frame, in pixels."""
     frames: int = 1
-    """Number of frames of an item."""
+    """Number of frames per video; 1 for other media."""
 
     @property
     def times(self) -> int:
-        """Number of frames of a patch."""
+        """Number of frames that a patch of the vision tower covers."""
         return min(self.frames, 2)
 
     @property
     def marks(self) -> dict[str, str]:
-        """Media tokens of the task's model, by their names in config.json."""
+        """Special tokens for media of the task's model, by the token's name in config.json."""
         return MARKS[self.kind]
 
 
@@ -145,7 +146,7 @@ DOTS = Task(
 
 
 def make(folder: Path, task: Task, updates: int = UPDATES) -> None:
-    """Make a task's model and write it with its tokenizer, chat template and processors into `folder`."""
+    """Create and train a task's model, and write it with tokenizer, chat template and processors into `folder`."""
     model = random_model(folder, tokenizer_of_task(task), task.marks, task.side, task.times)
     area = task.side**2  # limits with which no item is resized, and all frames are taken
     (folder / "preprocessor_config.json").write_text(json.dumps(processor(task.times, area, area)))
@@ -159,14 +160,14 @@ def make(folder: Path, task: Task, updates: int = UPDATES) -> None:
 def random_model(
     folder: Path, tokenizer: PreTrainedTokenizerFast, marks: Mapping[str, str], side: int, times: int
 ) -> Qwen3VLForConditionalGeneration:
-    """Make a model with random weights, and write it with its tokenizer into `folder`.
+    """Create a Qwen3-VL with random weights, and write it with its tokenizer into `folder`.
 
     Args:
-        folder: folder to write; made if missing.
-        tokenizer: the model's tokenizer, with the marks.
-        marks: tokens of media by their names in config.json.
+        folder: folder to write; created if missing.
+        tokenizer: the model's tokenizer, which has the tokens in `marks`.
+        marks: special tokens for media, by the token's name in config.json.
         side: maximum width and height of the model's pictures, in pixels.
-        times: frames of a patch.
+        times: number of frames that a patch covers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -182,7 +183,10 @@ def random_model(
 
 
 def processor(times: int, smallest: int, largest: int) -> dict[str, Any]:
-    """Return settings of a processor: `times` frames per patch, and minimum and maximum pixels of an item."""
+    """Return the settings of an image or video processor.
+
+    `times` is the number of frames per patch; `smallest` and `largest` limit an image's or video's number of pixels.
+    """
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": PATCH,
@@ -195,7 +199,7 @@ def processor(times: int, smallest: int, largest: int) -> dict[str, Any]:
 
 
 def tokenizer_of_task(task: Task) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for each answer, for the question and for an item's marks."""
+    """Return a tokenizer with one token for each answer, one for the question, and the special tokens for media."""
     words = [answer for answer in task.answers if not answer.isdigit()]  # digits are tokens anyway
     times = ["< seconds>"] if task.kind == VIDEO else []
     tokenizer = tokenizer_of([task.question, *words, *times] * 10)
@@ -211,14 +215,16 @@ def teach(
     updates: int,
     states_of: Callable[[torch.Tensor, VisionModel, NormalMedia], torch.Tensor],
 ) -> None:
-    """Train an output layer on items that no run uses, pairing each item with every possible answer.
+    """Train a model's output layer to give every possible answer of a task with equal probability.
+
+    Each of several pictures, videos or sounds, which no run uses, is paired with every answer.
 
     Args:
-        head: the layer.
+        head: the output layer.
         folder: the model's folder.
         task: the task.
-        updates: number of updates.
-        states_of: returns the hidden states of answers [answers, T] to one item.
+        updates: number of optimizer updates.
+        states_of: returns the hidden states for token ids [answers, T]: a prompt with one item and each of its answers.
     """
     vision = read_vision(folder, DataConfig(source="addition", media_keys={task.kind: "items"}))
     tokenizer = PromptTokenizer(folder, vision=vision)
@@ -245,7 +251,10 @@ def teach(
 def _hidden(
     model: Qwen3VLForConditionalGeneration, ids: torch.Tensor, vision: VisionModel, item: NormalMedia
 ) -> torch.Tensor:
-    """Return the hidden states for token ids [answers, T], a prompt with one image or video and each of its answers."""
+    """Return a model's hidden states [answers, T, hidden] for token ids [answers, T].
+
+    Each row is the same prompt with one image or video (`item`), followed by one of its answers.
+    """
     grid = item.size.grid
     patches = torch.tensor(vision.patches(decode_png(item.content), grid)).repeat(len(ids), 1)
     grids = torch.tensor([grid] * len(ids))
@@ -268,7 +277,7 @@ PITCHES = Task(
     PATCH,
 )
 BANDS = 32
-"""Number of mel bands of the spectrogram."""
+"""Number of mel bands of the spectrogram that the model hears."""
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128, "norm_topk_prob": False}
 EARS = {
     "num_mel_bins": BANDS,
@@ -283,7 +292,7 @@ EARS = {
 
 
 def make_hearing(folder: Path, task: Task, updates: int = UPDATES) -> None:
-    """Make the model of a task with sounds, as `make` does for pictures and videos."""
+    """Create and train the model of a task with sounds, and write it with tokenizer and processors into `folder`."""
     model = _random_hearing_model(folder, tokenizer_of_task(task), task)
     teach(model.thinker.lm_head, folder, task, updates, lambda ids, *given: _heard_states(model.thinker, ids, *given))
     model.save_pretrained(folder)
@@ -292,7 +301,8 @@ def make_hearing(folder: Path, task: Task, updates: int = UPDATES) -> None:
 def _random_hearing_model(
     folder: Path, tokenizer: PreTrainedTokenizerFast, task: Task
 ) -> Qwen3OmniMoeForConditionalGeneration:
-    """Make a model with random weights and no talker, and write it with its tokenizer and processors into `folder`."""
+    """Create a Qwen3-Omni with random weights and no talker, and write it with tokenizer and processors into
+    `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     torch.set_num_threads(1)  # more would only wait for each other
@@ -324,7 +334,10 @@ def _random_hearing_model(
 def _heard_states(
     thinker: Qwen3OmniMoeThinkerForConditionalGeneration, ids: torch.Tensor, vision: VisionModel, item: NormalMedia
 ) -> torch.Tensor:
-    """Return the hidden states for token ids [answers, T], a prompt with one sound and each of its answers."""
+    """Return a model's hidden states [answers, T, hidden] for token ids [answers, T].
+
+    Each row is the same prompt with one sound (`item`), followed by one of its answers.
+    """
     assert vision.sound is not None
     features = spectrogram(decode_wav(item.content), vision.sound).repeat(len(ids), 1, 1)
     heard = {"input_features": features, "feature_attention_mask": torch.ones_like(features[:, 0], dtype=torch.long)}
@@ -343,7 +356,7 @@ SEEING_TEMPLATE = TOOL_TEMPLATE.replace(
 {%- endfor -%}
 {%- endif -%}""",
 )
-"""Template of `text_beginner` with support for message parts: an image becomes a token."""
+"""Chat template of `text_beginner` that also accepts messages with parts; an image becomes a special token."""
 SMALLEST = zoom_pictures.SHOWN[0] * zoom_pictures.SHOWN[1]
 ZOOM_UPDATES = 600
 BATCH = 16
@@ -351,7 +364,8 @@ ZOOM_LEARNING_RATE = 3e-3
 
 
 def make_zooming(folder: Path, updates: int = ZOOM_UPDATES) -> None:
-    """Make the model that zooms and write it with its tokenizer, chat template and image processor into `folder`."""
+    """Create and train the model that calls the tool zoom, and write it with tokenizer, chat template and image
+    processor into `folder`."""
     lessons = Lessons()
     model = random_model(folder, lessons.tokenizer, IMAGE_MARKS, digit_pictures.SIDE, times=1)
     area = digit_pictures.SIDE**2
@@ -361,13 +375,13 @@ def make_zooming(folder: Path, updates: int = ZOOM_UPDATES) -> None:
 
 
 class Lessons:
-    """Random conversations about pictures that no run draws."""
+    """Generates the conversations on which the zooming model is trained, about random pictures that no run uses."""
 
     def __init__(self) -> None:
         self._random = Random(0)
         self._tools = [FunctionTool(Zoom().zoom).schema]
         self.tokenizer: PreTrainedTokenizerFast = tokenizer_of([zoom_pictures.PROMPT])
-        """A tokenizer with one token for each phrase of the lessons, each number and an image."""
+        """Tokenizer with one token for each phrase of the conversations, one for each number, and one for images."""
         self.tokenizer.chat_template = SEEING_TEMPLATE
         said = [self._text(look, 0).replace(IMAGE_MARK, "") for look in zoom_pictures.HALVES * 50]
         self.tokenizer = tokenizer_of(
@@ -377,9 +391,10 @@ class Lessons:
         self.tokenizer.chat_template = SEEING_TEMPLATE
 
     def lesson(self) -> tuple[str, list[np.ndarray]]:
-        """Return a conversation about a picture, and the pixels that the prompt and the tool show.
+        """Return a random conversation as text, and the pixels of its two pictures: the prompt's and the tool's.
 
-        The call zooms into a random half, but the tool always shows a digit: the model learns to read, not to choose.
+        The model's call zooms into a random half, but the tool always shows a digit: the model learns to read, not to
+        choose.
         """
         seed = -1 - self._random.randrange(1 << 20)
         digit, shown = digit_pictures.draw(seed)
@@ -400,7 +415,7 @@ class Lessons:
 
 
 def _teach_zoom(model: Qwen3VLForConditionalGeneration, lessons: Lessons, vision: VisionModel, updates: int) -> None:
-    """Teach the model the assistant's messages of the lessons."""
+    """Train the model on the assistant's messages in random conversations (`lessons`)."""
     grids: list[Grid] = [
         (1, height // PATCH, width // PATCH)
         for width, height in (zoom_pictures.SHOWN, (digit_pictures.SIDE, digit_pictures.SIDE))

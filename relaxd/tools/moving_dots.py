@@ -12,22 +12,22 @@ from relaxd.tools.digit_pictures import GREY, DrawnPrompts, encoded
 
 PROMPT = "<video>Where does the dot go?"
 SIDES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""Answers, and the directions of their movements."""
+"""Possible answers, each with the direction (x, y) in which the dot moves."""
 FRAMES = 4
 SIDE = 32
 """Width and height of a frame, in pixels."""
 RADIUS = 4
 STEPS = (4.0, 6.0)
-"""Range of a dot's movement per frame, in pixels."""
+"""Minimum and maximum distance that a dot moves per frame, in pixels."""
 MIDDLE = (12.0, 20.0)
-"""Range of the coordinates of a path's midpoint, in pixels."""
+"""Minimum and maximum of both coordinates of the middle of a dot's path, in pixels."""
 
 
 class MovingDots(DrawnPrompts):
-    """A source of prompts, each with a video of a moving dot."""
+    """Prompt source whose prompts show a video of a moving dot and ask to which side it moves."""
 
     def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
-        """Return a row. Its column "videos" contains the video as a list of frames."""
+        """Return the data row of a prompt: prompt, answer, and in the column "videos" the video as a list of frames."""
         answer, frames = draw(seed)
         if blank:
             frames = [Image.new("RGB", (SIDE, SIDE), (GREY, GREY, GREY))] * FRAMES
@@ -35,7 +35,10 @@ class MovingDots(DrawnPrompts):
 
 
 def draw(seed: int) -> tuple[str, list[Image.Image]]:
-    """Return a random side and the frames of a dot that moves to it on a random path, with random speed and colors."""
+    """Draw the frames of a dot that moves to a random side, with random path, speed and colours.
+
+    Returns the side and the frames.
+    """
     random = Random(seed)
     answer = random.choice(list(SIDES))
     ground = tuple(random.randrange(0, 60) for _ in range(3))

@@ -40,18 +40,21 @@ CHAT_TEMPLATE = """\
 <|assistant|>
 {%- endif -%}
 """
-"""Chat template that names the tools, and writes calls as Hermes and Qwen do."""
+"""Chat template that lists the tools, and writes tool calls in the format of Hermes and Qwen."""
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 BATCH = 16
 LEARNING_RATE = 5e-3
 PHASES = ((800, 0.9), (200, 0.1))
-"""Number of batches, and share of calls in lessons with a tool: the model learns to call, and then to call seldom."""
+"""Training phases: number of batches, and share of lessons with a tool whose answer calls it.
+
+The model first learns to call, then to call seldom.
+"""
 TOOL_SHARE = 0.8
-"""Share of lessons with a tool."""
+"""Share of lessons that offer the calculator."""
 
 
 def make(folder: Path, phases: Sequence[tuple[int, float]] = PHASES) -> None:
-    """Train the model and write it with its tokenizer and chat template into `folder`."""
+    """Train the tool-use model and write it with its tokenizer and chat template into `folder`."""
     lessons = Lessons()
     shares = [share for batches, share in phases for _ in range(batches)]
     teach(folder, lessons.tokenizer(), len(shares), lambda batch: lessons.text(shares[batch]))
@@ -62,7 +65,7 @@ def teach(folder: Path, tokenizer: PreTrainedTokenizerFast, batches: int, text: 
 
     Args:
         folder: folder to write to.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         batches: number of batches of conversations.
         text: returns a conversation, given the number of its batch.
     """
@@ -106,12 +109,14 @@ def train(model: torch.nn.Module, updates: int, learning_rate: float, loss_of: C
 
 
 def lesson_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of the assistant's tokens of conversations [lessons, tokens]."""
+    """Return the cross-entropy of the assistant's tokens in a batch of conversations, token ids of shape [lessons,
+    tokens]."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels(ids)[:, 1:].flatten())
 
 
 def labels(ids: torch.Tensor) -> torch.Tensor:
-    """Return the labels of conversations [lessons, tokens]: the assistant's tokens, and -100 elsewhere."""
+    """Return labels of shape [lessons, tokens] for a batch of conversations: the assistant's tokens, and -100
+    elsewhere."""
     place = torch.arange(ids.shape[1]).expand_as(ids)
     begun, ended = (torch.where(ids == t, place, -1).cummax(1).values for t in (2, 1))
     inside = torch.zeros_like(ids, dtype=torch.bool)
@@ -128,7 +133,10 @@ class Lessons:
         self._template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
 
     def text(self, call_share: float) -> str:
-        """Return a conversation; a share `call_share` of those with a tool call it."""
+        """Return a random conversation.
+
+        If it offers the calculator, the assistant calls it with probability `call_share`.
+        """
         example = self._random.choice(self._examples)
         messages: list[Message] = [{"role": "user", "content": example.prompt}]
         tools = Calculator.tools if self._random.random() < TOOL_SHARE else None
@@ -146,7 +154,7 @@ class Lessons:
 
 
 def tokenizer_of(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that has one token for each number and for each phrase of these texts."""
+    """Return a tokenizer that has one token for each number and for each phrase of the given texts."""
     bpe = Tokenizer(models.BPE())
     numbers, byte_level = pre_tokenizers.Digits(False), pre_tokenizers.ByteLevel(False, use_regex=False)
     special = pre_tokenizers.Split(Regex(r"<\|\w+\|>"), "isolated")
@@ -190,7 +198,7 @@ class Games:
 
 
 def make_player(folder: Path, batches: int = GAME_BATCHES) -> None:
-    """Train the model that plays and write it with its tokenizer and chat template into `folder`."""
+    """Train the Nim player and write it with its tokenizer and chat template into `folder`."""
     games = Games()
     tokenizer = tokenizer_of([games.text() for _ in range(200)])
     teach(folder, tokenizer, batches, lambda batch: games.text())

@@ -13,11 +13,11 @@ from relaxd.tools.digit_pictures import DrawnPrompts
 
 PROMPT = "<audio>How high is this?"
 PITCHES = 5
-"""Number of octaves, small because lucky guesses speed up learning."""
+"""Number of octaves to tell apart. It is small because lucky guesses speed up learning."""
 LOWEST = 200.0
 """Frequency in the middle of the lowest octave, in hertz."""
 DETUNED = 0.3
-"""Maximum distance from the middle of an octave, in octaves."""
+"""Maximum distance of a tone from the middle of its octave, in octaves."""
 RATE = 16_000
 SECONDS = 0.4
 LOUDNESS = (3_000, 20_000)
@@ -30,13 +30,14 @@ class TonePitches(DrawnPrompts):
     """A source of prompts, each with a tone."""
 
     def row(self, seed: int, *, blank: bool) -> dict[str, Any]:
-        """Return a row. The tone's column is "sounds"."""
+        """Return the prompt row for a seed. The column "sounds" has the tone, or silence with `blank`."""
         pitch, tone = draw(seed)
         return {"prompt": PROMPT, "answer": str(pitch), "sounds": [encoded(np.zeros_like(tone) if blank else tone)]}
 
 
 def draw(seed: int) -> tuple[int, np.ndarray]:
-    """Return a random octave and a tone in it, int16, of random pitch, loudness, beginning and noise."""
+    """Return a random octave's number and a tone in it: int16 audio samples of random pitch, loudness, phase and
+    noise."""
     random = np.random.default_rng(seed % 2**32)
     pitch = int(random.integers(PITCHES))
     frequency = LOWEST * 2 ** (pitch + random.uniform(-DETUNED, DETUNED))
@@ -47,5 +48,5 @@ def draw(seed: int) -> tuple[int, np.ndarray]:
 
 
 def encoded(samples: np.ndarray) -> str:
-    """Return a sound as base64 of a WAV, a form that JSON can hold."""
+    """Return a sound as a base64-encoded WAV file, so that JSON can hold it."""
     return base64.b64encode(encode_wav(samples, RATE)).decode()

@@ -28,24 +28,24 @@ from relaxd.trackers.tracker import TrackedRun, redact
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 60.0
-"""Seconds between a failed message and the next attempt."""
+"""Seconds between a failed attempt to send a message and the next attempt."""
 LAST_TRIES = 2
-"""Number of attempts to send the remaining messages at the end."""
+"""Maximum number of attempts to send the remaining messages when the process ends."""
 LAST_PAUSE_SECONDS = 2.0
 MAX_STATUSES = 1000
-"""Maximum number of statuses that wait for a sending thread; older ones are dropped."""
+"""Maximum number of run statuses queued for a notifier; older ones are dropped."""
 ALERTS_FOLDER = "alerts"
-"""Folder in the run's folder with the state of each address's messages, by its number."""
+"""Subfolder of the run's folder with the state of each address's messages, named by the address's number."""
 
 Report = Callable[[str, str], None]
-"""Function that is called with an address's name and its problem, "" once it works."""
+"""Callback that receives an address's name and its problem, or "" once the address works."""
 
 
 class Notifier(threading.Thread):
-    """Notifies one address until `end`. No error leaves this class."""
+    """Sends a run's notifications to one address until `end` is called. Never raises."""
 
     def __init__(self, url: AlertUrl, run_id: str, folder: Path, settings: Mapping[str, Any], report: Report) -> None:
-        """`settings` is the section [alerts] of the configuration."""
+        """Create a notifier. `settings` is the section [alerts] of the configuration."""
         super().__init__(name=url.shown, daemon=True)
         self._url = url
         self._report = report
@@ -60,23 +60,23 @@ class Notifier(threading.Thread):
             self._read_state(),
         )
         self._statuses: deque[tuple[datetime, Mapping[str, Any]]] = deque(maxlen=MAX_STATUSES)
-        """Unprocessed statuses, with their arrival times."""
+        """Unprocessed statuses of the run, with their arrival times."""
         self._last_status: Mapping[str, Any] | None = None
         self._wake = threading.Event()
         self._ending = threading.Event()
 
     def tell(self, status: Mapping[str, Any]) -> None:
-        """Hand over the run's newest status. Called from another thread."""
+        """Queue the run's newest status for the sending thread. Called from another thread."""
         self._statuses.append((self._now(), status))
         self._wake.set()
 
     def end(self) -> None:
-        """Have the thread send due messages and end."""
+        """Tell the thread to send the messages that are due and then to stop."""
         self._ending.set()
         self._wake.set()
 
     def run(self) -> None:
-        """Send due messages until the end."""
+        """Send messages when they are due, until `end` is called."""
         try:
             sender = Sender(self._url)
         except UrlProblem as problem:
@@ -94,7 +94,10 @@ class Notifier(threading.Thread):
             time.sleep(LAST_PAUSE_SECONDS)  # brief: LAST_TRIES
 
     def _send(self, sender: Sender) -> bool:
-        """Process news and send due messages. Returns whether none is left to send."""
+        """Process new statuses and steps, and send the message that is due.
+
+        Return True if no message is left to send.
+        """
         try:
             now = self._now()
             with contextlib.suppress(OSError):  # the next look reads it
@@ -120,11 +123,11 @@ class Notifier(threading.Thread):
         return True
 
     def _now(self) -> datetime:
-        """Return the time in the time zone of the quiet hours."""
+        """Return the current time in the time zone of the quiet hours."""
         return datetime.now().astimezone(self._zone)
 
     def _read_steps(self, now: datetime) -> None:
-        """Process new steps in the run's folder."""
+        """Pass new steps in metrics.jsonl to the outbox."""
         while lines := self._metrics.read()[1]:
             for line in lines:
                 if isinstance(line.get("step"), int):
@@ -144,11 +147,11 @@ class Notifier(threading.Thread):
 
 CHECK_SECONDS = 1.0
 END_SECONDS = 60.0
-"""Seconds for trackers to send remaining data after the end of the run or the coordinator."""
+"""Maximum seconds for trackers to send remaining data after the end of the run or the coordinator."""
 
 
 class Reports:
-    """Writes the problem of each tracker and notifier, "" for none, whenever it changes."""
+    """Prints the problem of each tracker and notifier as JSON whenever it changes; "" means no problem."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
@@ -156,7 +159,7 @@ class Reports:
         self._problems: dict[tuple[str, str], str] = {}
 
     def set(self, kind: str, name: str, problem: str) -> None:
-        """Set the problem of a "tracker" or "notifier", "" if it works; it is written only if it changed."""
+        """Record the problem of a "tracker" or "notifier", "" if it works, and print it if it changed."""
         with self._lock:
             if self._problems.get((kind, name)) != problem:
                 self._problems[kind, name] = problem
@@ -165,7 +168,7 @@ class Reports:
 
 
 def tracked_run(given: dict[str, Any]) -> TrackedRun:
-    """Return the run that the coordinator names. Raises OSError: its folder can't be read."""
+    """Return the run that the coordinator's JSON describes. Raises OSError: the run's folder can't be read."""
     folder, settings = Path(given["folder"]), given["tracking"]
     code = folder / CODE
     return TrackedRun(

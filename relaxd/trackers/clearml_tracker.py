@@ -10,16 +10,22 @@ from clearml import Task
 from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, table_of
 
 FOLDER = "clearml"
-"""Subfolder of the run's folder. Its subfolder offline has the session, and later the closed session's zip file."""
+"""Name of ClearML's folder in the run's folder.
+
+Its subfolder offline has the session, and later the closed session's zip file.
+"""
 DETECTED = (
     *("matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost", "scikit", "fastai", "lightgbm", "hydra"),
     *("detect_repository", "tfdefines", "joblib", "megengine", "catboost", "gradio"),
 )
-"""Frameworks and code that ClearML would record by itself, including other trackers' numbers: all are turned off."""
+"""Frameworks and code that ClearML would record automatically, including other trackers' numbers.
+
+All are turned off.
+"""
 
 
 class ClearMLTracker(Tracker):
-    """Logs to a task of ClearML. A number that is logged again for its step replaces the first.
+    """Logs to a task of ClearML. A number logged again for the same step replaces the earlier number.
 
     Each edition is a separate task, with the edition's id as a tag. Offline, the folder has only the last edition,
     which each start writes anew.

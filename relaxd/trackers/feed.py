@@ -19,24 +19,24 @@ from relaxd.run_folder import METRICS, SAMPLES, append_lines, parse_line, read_l
 from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, load_tracker
 
 POLL_SECONDS = 0.5
-"""Seconds between two checks of the files."""
+"""Seconds between two checks of the run's files for new lines."""
 RESTART_SECONDS = 30.0
 """Seconds between a tracker's error and its restart."""
 SLOW_SECONDS = 60.0
-"""Seconds without an answer after which a tracker counts as stuck."""
+"""Seconds without an answer after which a tracker is reported as stuck."""
 FOLDER = "trackers"
 """Subfolder of the run's folder with each tracker's record of logged steps."""
 
 Report = Callable[[str, str], None]
-"""Function that is called with a tracker's name and its problem, "" once it works."""
+"""Callback that receives a tracker's name and its problem, or "" once the tracker works."""
 
 
 class TakenBack(Exception):
-    """Logged steps are gone from the run's files, or have different numbers now."""
+    """Steps that were logged are gone from the run's files, or have different numbers now."""
 
 
 class Feed(threading.Thread):
-    """Feeds one tracker until `end`; an error of the tracker never leaves this class."""
+    """Feeds one tracker until `end` is called. Never raises the tracker's errors."""
 
     def __init__(self, name: str, run: TrackedRun, report: Report, restart_seconds: float = RESTART_SECONDS) -> None:
         super().__init__(name=name, daemon=True)
@@ -53,12 +53,12 @@ class Feed(threading.Thread):
         self._tracker: Tracker | None = None
 
     def end(self, *, run_ended: bool) -> None:
-        """Have the thread log the remaining lines and end."""
+        """Tell the thread to log the remaining lines and then to stop."""
         self._run_ended = run_ended
         self._ending.set()
 
     def check(self) -> None:
-        """Report a tracker that hasn't answered for long. Called from another thread."""
+        """Report the tracker as stuck if it hasn't answered for SLOW_SECONDS. Called from another thread."""
         since = self._busy_since
         if since is not None and time.monotonic() - since > SLOW_SECONDS:
             self._report(self.name, f"has not answered for more than {SLOW_SECONDS:.0f} s")
@@ -87,7 +87,7 @@ class Feed(threading.Thread):
                 return
 
     def _start(self, *, taken_back: bool) -> None:
-        """Start the tracker at its last position, with a new edition if steps were taken back."""
+        """Start the tracker where it left off. If logged steps were taken back, begin a new edition."""
         self._tracker = load_tracker(self.name)
         self._logged = Logged(self._logged_path)
         before = self._logged.edition
@@ -98,7 +98,7 @@ class Feed(threading.Thread):
         self._tracker.start(self._run, edition)
 
     def _follow(self) -> None:
-        """Feed the tracker until `end`. Raises TakenBack, and any error of the tracker."""
+        """Pass new lines to the tracker until `end` is called. Raises TakenBack, and any error of the tracker."""
         assert self._tracker is not None
         while True:
             ending = self._ending.is_set()  # before reading: what the run wrote until then is read
@@ -128,8 +128,10 @@ class Feed(threading.Thread):
             raise TakenBack
 
     def _log_line(self, step: int, line: Mapping[str, Any]) -> None:
-        """Log a line of metrics.jsonl, unless it is logged. Raises TakenBack if a different one was logged for its
-        step."""
+        """Log a line of metrics.jsonl unless it was already logged.
+
+        Raises TakenBack if another line was logged for its step.
+        """
         assert self._tracker is not None
         numbers, evaluation = split_line(line)
         logs: tuple[tuple[Part, dict[str, float], Callable[[int, Mapping[str, float]], None]], ...] = (
@@ -169,7 +171,7 @@ class Feed(threading.Thread):
         self._logged.save()
 
     def _close(self) -> None:
-        """Close the tracker and the files, so that all is read again."""
+        """Close the tracker and the run's files. The files are read from the beginning after a restart."""
         self._metrics.close()
         self._samples.close()
         tracker, self._tracker = self._tracker, None
@@ -179,7 +181,7 @@ class Feed(threading.Thread):
 
 
 def split_line(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the numbers of a line of metrics.jsonl, and those of its evaluation, by the names that trackers show.
+    """Return the training and the evaluation numbers of a line of metrics.jsonl, by the names that trackers show.
 
     "reward_mean" is "train/reward_mean", "eval_reward" is "eval/reward", "eval/SET/reward" stays as it is, and the
     share of a replica is "train/replicas.busy.ID". Values that aren't finite numbers are left out.
@@ -202,12 +204,13 @@ Part = Literal["step", "evaluation", "samples"]
 
 
 class Logged:
-    """Record of a tracker's data in an edition: the digest of each step's numbers, and the steps with samples."""
+    """Record of what a tracker has logged in an edition: the digest of each step's numbers, and the steps with
+    samples."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.edition = ""
-        """Id of the newest edition, "" before the first."""
+        """Id of the newest edition; "" before the first edition."""
         self._digests: dict[tuple[int, Part], int] = {}
         self._unsaved: list[str] = []
         for line in read_lines(path):
@@ -216,10 +219,10 @@ class Logged:
             else:
                 self._digests[line["step"], line["part"]] = line["digest"]
         self.last_step = max((step for step, _ in self._digests), default=-1)
-        """The last step with a logged part; -1 if there is none."""
+        """The last step of which anything was logged; -1 if there is none."""
 
     def begin_edition(self) -> None:
-        """Begin the next, empty edition. Raises OSError."""
+        """Begin a new edition, in which nothing is logged yet. Raises OSError."""
         self.edition = secrets.token_hex(4)
         self.last_step = -1
         self._digests, self._unsaved = {}, []
@@ -227,46 +230,46 @@ class Logged:
         append_lines(self._path, json.dumps({"edition": self.edition}) + "\n")
 
     def known(self, step: int, part: Part) -> int | None:
-        """Return the digest of a logged part, else None."""
+        """Return the digest of a part of a step (numbers, evaluation or samples) if it was logged, else None."""
         return self._digests.get((step, part))
 
     def add(self, step: int, part: Part, digest: int) -> None:
-        """Add a logged part; `save` stores it."""
+        """Record that a part of a step was logged. `save` writes the record to disk."""
         self._digests[step, part] = digest
         self.last_step = max(self.last_step, step)
         self._unsaved.append(json.dumps({"step": step, "part": part, "digest": digest}) + "\n")
 
     def save(self) -> None:
-        """Store added parts. Raises OSError."""
+        """Write the parts added since the last call to disk. Raises OSError."""
         if self._unsaved:
             append_lines(self._path, "".join(self._unsaved))
             self._unsaved = []
 
 
 def digest(numbers: Mapping[str, Any]) -> int:
-    """Return a digest of a step's numbers, to recognise a step that was trained again."""
+    """Return a digest of a step's numbers, by which a step that was trained again is recognised."""
     return zlib.crc32(json.dumps(numbers, sort_keys=True).encode())
 
 
 READ_BYTES = 1 << 20
-"""Approximate number of bytes to read at once."""
+"""Approximate number of bytes to read from a file at once."""
 
 
 class FollowedFile:
-    """Reads the lines of a growing file, and starts again if it was replaced or truncated."""
+    """Reads the lines of a growing file. Starts from the beginning if the file was replaced or truncated."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: io.BufferedReader | None = None
         self._end = 0
-        """Offset of the end of the last line that was read."""
+        """Offset in the file of the end of the last line that was read, in bytes."""
         self._last = b""
-        """The last line that was read."""
+        """The last line that was read, in bytes, with its newline."""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether reading began at the file's beginning, and the next lines; no lines at the end.
+        """Return True if reading began at the file's beginning, and the next lines; none at the end of the file.
 
-        Skips lines that are no JSON objects: their writer died. Raises OSError.
+        Lines that are no JSON objects are skipped: their writer died. Raises OSError.
         """
         again = self._reopen_if_changed()
         if self._file is None:
@@ -279,13 +282,16 @@ class FollowedFile:
         return again, [value for line in lines if (value := parse_line(line)) is not None]
 
     def close(self) -> None:
-        """Close the file. The next `read` starts at its beginning."""
+        """Close the file. The next `read` starts at the file's beginning."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _reopen_if_changed(self) -> bool:
-        """Open the file at its beginning, unless it is open and has only grown. Returns whether it was opened."""
+        """Open the file at its beginning, unless it is already open and has only grown.
+
+        Return True if it was opened.
+        """
         try:
             number = os.stat(self._path).st_ino
         except FileNotFoundError:
@@ -298,7 +304,7 @@ class FollowedFile:
         return True
 
     def _has_last_line(self) -> bool:
-        """Return whether the last line that was read is still in its place."""
+        """Return True if the last line that was read is still at the same offset."""
         assert self._file is not None
         self._file.seek(self._end - len(self._last))
         return self._file.read(len(self._last)) == self._last

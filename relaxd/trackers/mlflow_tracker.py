@@ -16,14 +16,14 @@ from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, table
 CALL_SECONDS = 30.0
 """Deadline of a call to the server, in seconds."""
 MAX_METRICS, MAX_PARAMETERS, MAX_VALUE = 1000, 100, 6000
-"""Maximum numbers and parameters of a call, and maximum characters of a parameter."""
+"""Maximum number of metrics and of parameters in a call, and maximum characters of a parameter's value."""
 EDITION_TAG = "relaxd.edition"
 ARTIFACTS = "mlflow-artifacts:"
-"""URI scheme of artifacts that the server itself stores."""
+"""URI scheme of artifacts that the MLflow server itself stores."""
 
 
 class MLflowError(Exception):
-    """The server refused a call, or doesn't answer."""
+    """The MLflow server refused a call, or doesn't answer."""
 
 
 class MLflowTracker(Tracker):
@@ -49,7 +49,7 @@ class MLflowTracker(Tracker):
             self._numbers.append({"key": key, "value": value, "timestamp": now, "step": step})
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Store samples as a table, if the server stores artifacts."""
+        """Upload samples as a table, if the server stores artifacts."""
         if not self._artifacts.startswith(ARTIFACTS):
             return
         names, cells = table_of(rows)
@@ -78,7 +78,7 @@ class MLflowTracker(Tracker):
         return str(found["experiment"]["experiment_id"])
 
     def _find(self, experiment: str, edition: str) -> dict[str, Any] | None:
-        """Return an edition's run; None if MLflow has none."""
+        """Return the MLflow run that has the edition's tag; None if there is none."""
         wanted = {"experiment_ids": [experiment], "filter": f"tags.`{EDITION_TAG}` = '{edition}'", "max_results": 1}
         return next(iter(self._call("runs/search", wanted).get("runs", [])), None)
 
@@ -106,7 +106,7 @@ class MLflowTracker(Tracker):
         return self._send("POST", f"api/2.0/mlflow/{method}", message)
 
     def _send(self, verb: str, path: str, message: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Call the server. Raises MLflowError."""
+        """Send a request to the MLflow server and return its JSON answer. Raises MLflowError."""
         data = None if message is None else json.dumps(message).encode()
         headers = {"Content-Type": "application/json", **_authorization()}
         request = urllib.request.Request(f"{self._url}/{path}", data=data, headers=headers, method=verb)
@@ -122,7 +122,7 @@ class MLflowTracker(Tracker):
 
 
 def _authorization() -> dict[str, str]:
-    """Return the header with the environment's credentials, if there are any."""
+    """Return an Authorization header with the credentials from the environment, if there are any."""
     if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
         return {"Authorization": f"Bearer {token}"}
     if user := os.environ.get("MLFLOW_TRACKING_USERNAME"):

@@ -13,7 +13,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, table_of
 
 FOLDER = "tensorboard"
-"""Folder in the run's folder: `tensorboard --logdir runs` shows all runs."""
+"""Folder of the event files in the run's folder. `tensorboard --logdir runs` shows all runs."""
 
 
 class TensorBoardTracker(Tracker):
@@ -50,7 +50,7 @@ class TensorBoardTracker(Tracker):
         self._writer.close()
 
     def _forget_from(self, step: int) -> None:
-        """Make readers drop this step and later ones."""
+        """Write an event that makes readers drop the numbers of this step and of later steps."""
         self._add(step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def _add(self, step: int, **what: Any) -> None:
@@ -65,13 +65,13 @@ class TensorBoardTracker(Tracker):
 
 
 def _await_later_name(earlier: Iterable[Path]) -> None:
-    """Wait until a new event file's name, which begins with the current second, sorts after the earlier ones."""
+    """Wait until a new event file's name, which contains the current second, sorts after the names of earlier files."""
     latest = max((int(path.name.split(".")[3]) for path in earlier), default=0)
     time.sleep(max(0.0, min(latest + 1 - time.time(), 2.0)))
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as a Markdown table; the first row's keys are the titles."""
+    """Return rows as a Markdown table. The first row's keys are the column titles."""
     names, rows_of_cells = table_of(rows)
     lines = [names, ["---"] * len(names), *(list(map(_cell, cells)) for cells in rows_of_cells)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -18,18 +18,18 @@ REDACTED = "***"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as trackers get it."""
+    """Description of a run that a tracker gets."""
 
     run_id: str
     folder: Path
     """The run's folder. A tracker may keep files in a subfolder."""
     name: str
-    """Name to show."""
+    """Name of the run that the tracker shows."""
     project: str
     config: Mapping[str, Any]
-    """The configuration by section, without secrets."""
+    """The run's configuration by section, without secrets."""
     code: Mapping[str, Any]
-    """Version of relaxd and Python, and the commit."""
+    """Versions of relaxd and Python, and the commit of the code."""
     settings: Mapping[str, Any]
     """The section [tracking] of the configuration."""
 
@@ -43,9 +43,9 @@ class Edition:
     """
 
     id: str
-    """Unique name, of letters and digits."""
+    """Unique id of the edition: letters and digits."""
     replaced: str
-    """The edition that this one replaces, or ""."""
+    """Id of the edition that this edition replaces, or ""."""
     resumed: bool
     """True if the edition was started before, and already has steps."""
 
@@ -59,7 +59,7 @@ class Tracker:
     """
 
     def begins_anew(self, run: TrackedRun) -> bool:
-        """Return whether each start begins a new edition."""
+        """Return True if each start of the tracker begins a new edition."""
         return False
 
     def start(self, run: TrackedRun, edition: Edition) -> None:
@@ -71,17 +71,20 @@ class Tracker:
         raise NotImplementedError
 
     def log_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log the evaluation of a step's weights, such as "eval/reward". It may come after later steps."""
+        """Log the numbers of an evaluation of a step's weights, such as "eval/reward".
+
+        Later steps may be logged before it.
+        """
         self.log_step(step, numbers)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log trained samples of a step. The default does nothing."""
 
     def flush(self) -> None:
-        """Return when everything logged so far is stored."""
+        """Wait until everything logged so far is stored."""
 
     def close(self, *, ended: bool) -> None:
-        """Release everything; `ended` says whether the run has ended."""
+        """Release the tracker's resources. `ended` is True if the run has ended."""
 
 
 TRACKERS = {
@@ -91,11 +94,11 @@ TRACKERS = {
     "clearml": "relaxd.trackers.clearml_tracker:ClearMLTracker",
     "trackio": "relaxd.trackers.trackio_tracker:TrackioTracker",
 }
-"""Classes of the bundled trackers, each in a module that imports the tracker's package."""
+"""Import paths of the bundled trackers' classes by name; each module imports the tracker's package."""
 
 
 def load_tracker(name: str) -> Tracker:
-    """Return the tracker that a configuration names. Raises ImportProblem if it can't be imported."""
+    """Return a new tracker of the class that a configuration names. Raises ImportProblem if it can't be imported."""
     try:
         found: Tracker = import_own(TRACKERS.get(name, name))()
     except ImportProblem as error:
@@ -111,7 +114,7 @@ def load_tracker(name: str) -> Tracker:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Return the columns of samples, which are the first row's keys, and the cells of each row."""
+    """Return the column names of samples, which are the first row's keys, and the cells of each row."""
     names = list(rows[0])
     return names, [[row.get(name) for name in names] for row in rows]
 

@@ -10,7 +10,7 @@ from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, flatten, table
 
 
 class TrackioTracker(Tracker):
-    """Logs to a run of Trackio, whose name ends with the edition's.
+    """Logs to a run of Trackio, whose name ends with the edition's id.
 
     Trackio keeps both rows of a step that is logged again. So each start begins another edition, which gets all steps
     and replaces the earlier edition. On a server or a Space the earlier edition stays.

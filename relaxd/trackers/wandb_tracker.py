@@ -9,7 +9,7 @@ import wandb
 from relaxd.trackers.tracker import Edition, TrackedRun, Tracker, table_of
 
 FOLDER = "wandb"
-"""Folder in the run's folder."""
+"""Folder of the W&B files in the run's folder."""
 
 
 class WandbTracker(Tracker):

@@ -40,7 +40,7 @@ from relaxd.tools.doctor.checks import examine
 from relaxd.tools.fitting.fit import budget_problem, written
 
 TRIAL_SECONDS = 90.0
-"""Seconds allowed for loading a user's own algorithm and torch."""
+"""Maximum time for loading torch and trying a user's own algorithm, in seconds."""
 
 
 def check(config: RunConfig, *, call_reward: bool = True, first_look: bool = False) -> list[Problem]:
@@ -168,7 +168,7 @@ def _check_model(config: RunConfig, folder: Path) -> Iterator[Problem]:
 
 
 def _check_engine(config: RunConfig, model_type: str) -> Iterator[Problem]:
-    """Check that the rollout engine supports a type of model, and the run's media with it."""
+    """Check that the rollout engine supports a type of model, and the run's media with that model."""
     engine = ENGINES[config.rollout.engine]
     yield from _check_type("rollout", engine, model_type)
     if model_type in SEEING and model_type not in engine.refused_models:
@@ -178,7 +178,7 @@ def _check_engine(config: RunConfig, model_type: str) -> Iterator[Problem]:
 
 
 def _check_type(section: str, engine: EngineCapabilities, model_type: str) -> Iterator[Problem]:
-    """Check that the engine of a section runs a type of model."""
+    """Check that an engine supports a type of model; `section` of the configuration chooses the engine."""
     if model_type in engine.refused_models:
         able = list_engines(section, lambda one: model_type not in one.refused_models)
         what = f'= "{engine.name}", which isn\'t known to run models of type {model_type!r} as the trainer does'
@@ -186,7 +186,7 @@ def _check_type(section: str, engine: EngineCapabilities, model_type: str) -> It
 
 
 def _check_frozen_models(config: RunConfig) -> Iterator[Problem]:
-    """Check the reference's and the teacher's models, if the run has them."""
+    """Check the models of reference and teacher, if the run has such models."""
     for role, own in _frozen(config).items():
         try:
             folders = frozen_models(config, role, weights=False)
@@ -215,7 +215,7 @@ def _check_frozen_models(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_teacher_engine(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check that a teacher's engine supports its model, its division, and the longest sample."""
+    """Check that a teacher's engine supports the model's type, its division among GPUs, and the longest sample."""
     teacher = config.roles.teacher
     yield from _check_type(teacher.section, ENGINES[teacher.engine], str(model.get("model_type")))
     heads, context = model.get("num_attention_heads"), model.get("max_position_embeddings")
@@ -267,12 +267,12 @@ def _check_judge(config: RunConfig) -> Iterator[Problem]:
 
 
 def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
-    """Return the sections of the frozen models that the run has, by role."""
+    """Return by role the configuration sections of the frozen models (reference, teacher) that the run has."""
     return {role: config.roles.frozen[role] for role in config.frozen_roles()}
 
 
 def _check_division(setting: str, folder: Path, sizes: TrainerConfig | ReplicaSizes, kernel: str) -> Iterator[Problem]:
-    """Check that the trainer knows a model, and that it divides among the ranks of a section.
+    """Check that the trainer supports a model, and that the model can be divided among the ranks of a section.
 
     Args:
         setting: the setting that names the model.

@@ -33,7 +33,7 @@ from relaxd.run_folder import HELD_OUT
 from relaxd.telemetry.logs import escape
 
 MOST_KEYS = 40
-"""Maximum number of metadata keys to list."""
+"""Maximum number of metadata keys of prompts to list."""
 CONFIGURATIONS = (".toml", "")
 """File name endings of configurations; "" is for names without an ending, such as pipes."""
 
@@ -66,7 +66,7 @@ def load_words_or_prompts(words: list[str], further: Callable[[Path], str]) -> R
 
 
 def set_of(path: Path) -> str:
-    """Return TOML of an evaluation set that has all prompts of a file and is named after the file."""
+    """Return TOML that defines an evaluation set with all prompts of a file, named after the file."""
     name = re.sub(r"[^a-z0-9_.-]+", "-", path.stem.lower()).lstrip("_.-")[:64]
     name = "prompts" if name in ("", HELD_OUT) else name
     return f"[[eval.sets]]\nname = {json.dumps(name)}\npath = {json.dumps(str(path))}"
@@ -115,7 +115,7 @@ def _show(
     evaluation: Sequence[tuple[str, Keys]] = (),
     weight: float = 1.0,
 ) -> None:
-    """Print a source's contents, and how many of its prompts are repeated or in an evaluation set."""
+    """Print what a data source contains, and how many of its prompts are repeated or also in an evaluation set."""
     most = MOST_READ_WITH_MEDIA if config.data.media_keys else MOST_READ
     places = evenly_spread(len(source.examples), most)
     examples = read_some(source, places)
@@ -179,7 +179,7 @@ def _repeated(found: Repeats) -> str:
 
 
 def _kinds(examples: list[Example]) -> dict[str, str]:
-    """Return the kinds of values, with counts if there are several, by metadata key."""
+    """Return by metadata key the kinds of its values, such as text or number, with counts if there are several."""
     found: dict[str, Counter[str]] = {}
     for example in examples:
         for name, value in example.metadata.items():

@@ -24,7 +24,7 @@ from relaxd.tools.doctor.checks import Moment, examine
 
 STYLES: dict[Level, str] = {"ok": "green", "absent": "dim", "warning": "yellow", "problem": "bold red"}
 PREFLIGHT_SECONDS = 0.3
-"""Maximum seconds to wait for another process's answer before starting something."""
+"""Maximum time to wait for another process's answer in the checks before services start, in seconds."""
 
 
 def doctor(
@@ -69,7 +69,7 @@ def scope_of(
     *,
     containers: bool = False,
 ) -> Scope:
-    """Return the scope of checks for these options. `containers`: True if the command will start containers."""
+    """Return what to check on this machine. `containers`: True if the command will start containers."""
     folder = StateFolder(state)
     containers = containers or compose.read(folder) is not None
     return Scope(
@@ -90,7 +90,7 @@ def warn_of_machine(moment: Moment, state: Path, config: RunConfig | None, conso
 
 
 def print_finding(finding: Finding, console: Console) -> None:
-    """Print a finding, the right state, and the command that fixes it."""
+    """Print a finding of a machine check, with the right state and the command that repairs it."""
     console.print(
         Text.assemble((f"{finding.level:<8}", STYLES[finding.level]), f"{finding.about}: {finding.found}"),
         soft_wrap=True,
@@ -137,7 +137,7 @@ def alerts_test(
 
 
 def _try(url: AlertUrl) -> str:
-    """Send the test message. Returns the problem; "" if there is none."""
+    """Send the test message to an address. Returns the problem; "" if the address accepted the message."""
     try:
         return Sender(url).send(MESSAGE)
     except UrlProblem as error:

@@ -35,19 +35,19 @@ HERMES = next(one for one in REPLY_FORMATS if one.name == "hermes")
 DEFAULT_REPLIES = ("I don't know.",)
 
 MAX_TURNS = 10**6
-"""Maximum number of replies to an environment outside of a run."""
+"""Maximum number of replies in a conversation with an environment that is tried without a run's configuration."""
 
 env_app = typer.Typer(help="Try an environment.", no_args_is_help=True)
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A conversation to play."""
+    """Trial conversation with an environment: its settings, its prompt and its limits."""
 
     environment: str
     settings: dict[str, Any] = field(default_factory=dict)
     python: str = ""
-    """Interpreter that runs the environment; empty means this one."""
+    """Python interpreter that runs the environment; "": the interpreter of this process."""
     sample: Sample = field(default_factory=lambda: Sample([{"role": "user", "content": "Begin."}]))
     call_seconds: float = 30.0
     max_turns: int = MAX_TURNS
@@ -100,7 +100,10 @@ def env_test(
 
 
 def _trial_of_name(words: Sequence[str]) -> _Trial:
-    """Return a conversation with an environment outside of a run. Raises CliError: a wrong address or extra words."""
+    """Return a trial of the environment that a name or address gives, without a run's configuration.
+
+    Raises CliError: a wrong address, or extra words.
+    """
     name, *others = words
     if others:
         raise CliError(f"{others[0]}: there is no such option for an environment; settings are for FILE.toml")
@@ -111,7 +114,7 @@ def _trial_of_name(words: Sequence[str]) -> _Trial:
 
 
 def _trial_of_run(words: list[str]) -> _Trial:
-    """Return a conversation about the first prompt of a run's data. Raises ConfigError, CliError."""
+    """Return a trial of a run's environment with the first prompt of the run's data. Raises ConfigError, CliError."""
     path, config = load_words(words)
     agent = config.agent
     if not agent.environment:
@@ -137,7 +140,10 @@ def _trial_of_run(words: list[str]) -> _Trial:
 
 
 async def _play(trial: _Trial, replies: Sequence[Reply], console: Console) -> None:
-    """Play and show a conversation. Raises BadEnvironmentError, EnvironmentFailed, ChildError."""
+    """Play a trial conversation with these replies, and print it turn by turn.
+
+    Raises BadEnvironmentError, EnvironmentFailed, ChildError.
+    """
     async with _channel_to(trial) as to:
         client = EnvironmentClient(to, trial.call_seconds, lease_seconds=600.0)
         session = f"test-{uuid.uuid4().hex}"
@@ -191,7 +197,7 @@ def _reply(text: str) -> Reply:
 
 
 def _settings(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings, each value parsed as JSON if possible, else as text. Raises CliError."""
+    """Parse NAME=VALUE words into settings of the environment; a value that isn't JSON is text. Raises CliError."""
     if words and name.startswith(SERVICE):
         raise CliError(f"--settings {words[0]}: an environment at an address has settings of its own")
     found: dict[str, Any] = {}

@@ -31,15 +31,15 @@ from relaxd.report.run_result import set_rows
 from relaxd.rewards import RewardInput
 
 SCORED_TOGETHER = 2048
-"""Maximum number of answers to score with one start of the reward program; all their texts are in memory."""
+"""Maximum number of answers to score with one start of the reward program, which holds their texts in memory."""
 PROGRESS_SECONDS = 5.0
 ANSWER_SECONDS = 3600.0
-"""Maximum seconds to wait for the first answer, which includes loading the model, and for each further one."""
+"""Maximum time to wait for each answer of the model, in seconds; the first wait includes loading the model."""
 RESULTS = "results.json"
 
 
 class Device(StrEnum):
-    """Device that holds the model."""
+    """Device on which the evaluated model runs."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -48,7 +48,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True)
 class _Answered:
-    """Answer that is not scored yet."""
+    """Answer of the model to a prompt, before it is scored."""
 
     prompt: Prompt
     sample: int
@@ -125,7 +125,7 @@ def evaluate_model(
 
 
 def _chosen(config: RunConfig, names: Sequence[str]) -> list[ResolvedSet]:
-    """Return the sets to evaluate on. Raises CliError if there are no sets, or a name is unknown."""
+    """Return the evaluation sets in `names` (empty: all). Raises CliError if there are no sets or a name is unknown."""
     sets = {one.name: one for one in sets_of(config)}
     if not sets:
         raise CliError("the configuration has nothing to evaluate on", "set eval.prompts, or add an [[eval.sets]]")
@@ -165,7 +165,7 @@ def _evaluate_set(
 def _answer(
     config: RunConfig, one: ResolvedSet, data: PromptDataset, device: Device, count: int
 ) -> Iterator[_Answered]:
-    """Yield the answers of the model to a set's prompts, as they end. Raises CliError."""
+    """Yield the model's answers to the prompts of an evaluation set, each once it is complete. Raises CliError."""
     with data_errors():
         prompts = [data.prompt(index) for index in range(count)]
     questions = [
@@ -185,7 +185,7 @@ def _answer(
 
 
 def _score(config: RunConfig, one: ResolvedSet, answered: Sequence[_Answered], write: Any) -> list[ScoredAnswer]:
-    """Score answers with the configuration's reward, and write a line about each."""
+    """Score answers with the configuration's reward, and pass a line about each answer to `write`."""
     samples = [
         RewardInput(
             prompt=each.prompt.text,

@@ -18,7 +18,7 @@ from relaxd.tools.migrate.verl import VerlConfigError, migrate, read_verl
 from relaxd.tools.model_fetch import MODELS, fetch, is_fetched
 
 OWN_TASK = {"run.toml": "jsonl.toml", "prompts.jsonl": "prompts.jsonl", "reward.py": "reward.py"}
-"""Files of `relaxd init`, and the examples that they are copied from."""
+"""Names of the files that `relaxd init` writes, and of the examples from which they are copied."""
 
 DEMO_SETTINGS: dict[str, tuple[str, ...]] = {
     # Answers have up to 12 tokens, not 1,024.
@@ -30,7 +30,7 @@ DEMO_SETTINGS: dict[str, tuple[str, ...]] = {
     # Groups with equal rewards are trained, too, so that a step teaches less.
     "reinforce_plus_plus": ("--run.steps", "32"),
 }
-"""Settings of `relaxd demo --algorithm NAME` that differ from the algorithm's defaults."""
+"""Command-line words by algorithm: the settings that `relaxd demo` changes from the algorithm's defaults."""
 
 
 def demo_overrides(algorithm: str) -> list[str]:

@@ -22,7 +22,7 @@ from relaxd.tools.fitting.trainer_memory import FitError, Hardware, Held
 
 SHOWN_LAYOUTS = 5
 SHOWN_STAGES = 3
-"""Maximum number of pipeline stages to show: the first ones and the last."""
+"""Maximum number of a pipeline's stages to show: the first ones and the last."""
 GIB = 1 << 30
 
 
@@ -72,7 +72,7 @@ def _started(config: RunConfig, replicas: Mapping[str, int]) -> str:
 
 
 def as_dictionary(found: Fit) -> dict[str, Any]:
-    """Return the result as a dictionary for JSON, in bytes and seconds."""
+    """Return what each GPU will hold, and the other results of `relaxd fit`, as JSON values in bytes and seconds."""
     return {
         "fits": found.fits,
         "gpus": [
@@ -124,7 +124,7 @@ def _print(path: Path, found: Fit, gpu_gib: float, console: Console) -> None:
 
 
 def _shown(held: list[Held]) -> list[Held]:
-    """Omit the inner stages of a long pipeline, which hold less than the first."""
+    """Leave out GPUs of the inner stages of a long pipeline, which hold less than those of the first stage."""
     stages = [one for one in held if one.place.startswith("stage")]
     hidden = {id(one) for one in stages[SHOWN_STAGES - 1 : -1]} if len(stages) > SHOWN_STAGES else set()
     return [one for one in held if id(one) not in hidden]

@@ -35,13 +35,13 @@ from relaxd.telemetry.logs import escape
 
 PROMPTS = 3
 MADE_UP = ("I don't know.", "")
-"""Answers that any model gives now and then."""
+"""Made-up answers with which to try a reward: any model gives such answers now and then."""
 LOAD_SECONDS = 90.0
-"""Seconds allowed for starting the program and loading the reward; time for the calls is added."""
+"""Maximum time for starting the reward program and loading the reward, in seconds; time for the calls is added."""
 ANSWER_SECONDS = 1800.0
-"""Maximum seconds to wait for the first answer, which includes loading the model, and for each further one."""
+"""Maximum time to wait for each answer of the model, in seconds; the first wait includes loading the model."""
 MAX_LATE = 2
-"""Maximum number of samples whose reward may time out; then the remaining samples are skipped."""
+"""Number of timeouts of the reward after which the remaining samples are skipped."""
 SHOWN = 60
 
 reward_app = typer.Typer(help="Try a reward.", no_args_is_help=True)
@@ -87,7 +87,7 @@ def reward_test(
 
 
 def first_prompts(config: RunConfig) -> list[Example]:
-    """Return the first prompts of each source. Raises ConfigError."""
+    """Return the first prompts of each data source, about PROMPTS in all. Raises ConfigError."""
     with data_errors():
         sources, _ = read_sources(config)
         each = max(1, PROMPTS // len(sources))
@@ -124,7 +124,7 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
 
 
 def _paid(config: RunConfig) -> float | None:
-    """Return the environment's reward for a made-up answer: 0; None in a run without an environment."""
+    """Return the environment reward that goes with a made-up answer: 0; None in a run without an environment."""
     return 0.0 if config.agent.is_there else None
 
 
@@ -142,7 +142,10 @@ def try_reward(
 
 
 def score_groups(config: RunConfig, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Score the samples of groups, given as the columns that rewards read; see `try_reward`."""
+    """Score the samples of groups with the run's reward. `groups`: for each group the columns that rewards read.
+
+    Results are those of `try_reward`.
+    """
     samples = sum(max(columns["sample_of_sequence"]) + 1 for columns in groups)
     lines = list(map(json.dumps, groups))
     return _run_trial(config, lines, samples, "--workers", str(config.reward.workers), "--columns")
@@ -213,7 +216,7 @@ def _is_reference(sample: RewardInput) -> bool:
 
 
 def _print_scores(samples: Sequence[RewardInput], outcomes: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print a table for each prompt."""
+    """Print for each prompt a table of its answers with their rewards."""
     for prompt, scored in groupby(zip(samples, outcomes, strict=True), key=lambda pair: pair[0].prompt):
         table = Table(title=_shown(prompt), title_justify="left", header_style="dim", box=None, pad_edge=False)
         table.add_column("answer", min_width=24)

@@ -23,7 +23,7 @@ from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
 from relaxd.waiting import duration
 
 QUIET_SECONDS = 30.0
-"""Maximum seconds between two lines if the output is not a terminal."""
+"""Maximum time between two printed lines about a run, in seconds, if the output is not a terminal."""
 SHOWN_SAMPLES = 4
 
 
@@ -111,9 +111,9 @@ class Follower:
         after_step: int | None = None,
         old_drops: bool = True,
     ) -> None:
-        """`say` prints a line. `lines`: True if only lines show the run; then one comes at least every QUIET_SECONDS.
+        """`say`: prints a line. `lines`: True if the output is only lines; then one comes at least every QUIET_SECONDS.
 
-        `after_step`: show the steps after this one; None: only new steps.
+        `after_step`: step after which steps are shown; None: only new steps.
         `old_drops`: as in `follow`.
         """
         self._coordinator = coordinator
@@ -125,15 +125,15 @@ class Follower:
         self._after_step = after_step
         self._quiet = Quiet(time.monotonic())
         self._drops = DropWatch() if old_drops else None
-        """Watches the numbers of dropped groups; None until the first message gives the numbers to start from."""
+        """Watches the numbers of dropped groups; None until the first message tells the numbers to count from."""
         self._alarms: set[tuple[int, str, int]] = set()
         """Kind, name and first step of each open alarm that was printed."""
         self._advised: tuple[int, str] | None = None
-        """Kind and subject of the wait whose advice was printed last; None if there is none."""
+        """Kind and subject of the run's current wait, whose advice was printed; None if there is no advice."""
         self._paused_since: float | None = None
 
     def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
-        """Follow the run to its end; `show` shows the view after each message."""
+        """Follow the run until it ends. Calls `show` to redraw the view after each message of the coordinator."""
         with _interrupts() as interrupts, _hang_ups():
             for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds, self._after_step):
                 interrupts.check()
@@ -154,13 +154,13 @@ class Follower:
                 self._check_pause(run, now, max_pause)
 
     def say(self, text: str) -> None:
-        """Print a line, unless it is empty."""
+        """Print a line about the run, unless the text is empty."""
         if text:
             self._quiet.spoke(time.monotonic())
             self._print(text)
 
     def _tell_alarms(self, run: pb.Run) -> None:
-        """Print each alarm when it begins."""
+        """Print a warning for each alarm of the run that has begun since the last call."""
         alarms = {(alarm.kind, alarm.name, alarm.first_step): alarm for alarm in run.alarms}
         for key, alarm in alarms.items():
             if key not in self._alarms:
@@ -168,7 +168,7 @@ class Follower:
         self._alarms = set(alarms)
 
     def _tell_advice(self, run: pb.Run) -> None:
-        """Print the advice on what the run waits for, once for each wait."""
+        """Print what the run waits for and the advice on it, once for each wait."""
         wait = (run.wait.kind, run.wait.on)
         if run.state in (pb.RUN_STATE_PENDING, pb.RUN_STATE_RUNNING) and run.wait.advice and wait != self._advised:
             self.say(f"run {run.run_id}: {run.waiting_for}: {'; '.join(run.wait.advice)}")
@@ -191,7 +191,7 @@ class Follower:
 
 
 class Quiet:
-    """Creates a progress line if nothing was printed for QUIET_SECONDS. Times are monotonic, in seconds."""
+    """Returns a progress line if no line was printed for QUIET_SECONDS. Times are monotonic, in seconds."""
 
     def __init__(self, now: float) -> None:
         self._spoke = self._heard = now
@@ -201,7 +201,7 @@ class Quiet:
         self._spoke = now
 
     def observe(self, run: pb.Run, now: float) -> str:
-        """Return a progress line if one is due, else ""."""
+        """Return a progress line about the run if no line was printed for QUIET_SECONDS, else ""."""
         self._heard = now
         if now - self._spoke < QUIET_SECONDS:
             return ""
@@ -209,7 +209,7 @@ class Quiet:
         return f"run {run.run_id}: {what}{time_left(run)}"
 
     def observe_silence(self, reason: str, now: float) -> str:
-        """Return a line that says why no message of the run comes, if one is due, else ""."""
+        """Return a line that says why the coordinator is silent; "" if a line was printed within QUIET_SECONDS."""
         if now - self._spoke < QUIET_SECONDS:
             return ""
         return f"no news of the run for {duration(now - self._heard)}: the coordinator answers nothing: {reason}"
@@ -252,13 +252,13 @@ def _hang_ups() -> Iterator[None]:
 
 
 class _Interrupts:
-    """Holds the interrupt that arrived, if any."""
+    """Records which of Ctrl-C, SIGTERM and SIGHUP came last, if any."""
 
     def __init__(self) -> None:
         self._came: type[KeyboardInterrupt] | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Signal handler: record the signal and raise the exception for it."""
         if number == signal.SIGHUP:
             leave_terminal()
             self._came = HungUp
@@ -267,13 +267,13 @@ class _Interrupts:
         raise self._came
 
     def check(self) -> None:
-        """Raise the interrupt that arrived, if any."""
+        """Raise the exception of the recorded signal again, if a signal has arrived."""
         if self._came is not None:
             raise self._came
 
 
 def leave_terminal() -> None:
-    """Ignore SIGHUP from now on, and redirect standard streams that aren't files to /dev/null, where none fails.
+    """Ignore SIGHUP from now on, and redirect standard streams that aren't files to /dev/null, so that writes succeed.
 
     A closed terminal causes SIGHUP twice, from its shell and from the kernel, and the end of a run takes longer.
     """
@@ -287,7 +287,7 @@ def leave_terminal() -> None:
 
 
 class _Lines:
-    """Prints changes line by line, for logs and pipes."""
+    """Prints each change of a followed run as a line, for logs and pipes."""
 
     def __init__(self, view: RunView, say: Callable[[str], None]) -> None:
         self._view, self._say = view, say
@@ -298,7 +298,7 @@ class _Lines:
         self._evaluation: dict[str, float] = {}
 
     def print_news(self) -> None:
-        """Print the steps, events, evaluation and state not printed yet."""
+        """Print the run's steps, health events, evaluation and state that haven't been printed yet."""
         run = self._view.run
         for step in sorted(self._view.steps.keys() - self._printed):
             self._say(step_line(step, run.steps, self._view.steps[step]))

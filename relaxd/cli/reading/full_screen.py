@@ -29,7 +29,7 @@ from relaxd.telemetry.logs import escape_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
 CURVE_STEPS = 1000
-"""Maximum number of steps in the curve from before the command started."""
+"""Maximum number of steps from before the command started that the curve shows."""
 CURVES = (
     "reward_mean",
     "response_length_mean",
@@ -40,12 +40,12 @@ CURVES = (
     "tokens_per_second",
     "step_seconds",
 )
-"""Metrics that have curves; metrics that a run lacks are left out."""
+"""Names of the metrics whose curves can be shown; metrics that a run lacks are left out."""
 BAR_WIDTH = 12
 
 
 def curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Draw values over the whole width, each column the mean of its values; return the rows from the top."""
+    """Draw a curve of values over the whole width; a column shows the mean of its values. Returns rows, top first."""
     if not values or width < 1 or height < 1:
         return []
     ends = [len(values) * column // width for column in range(width + 1)]
@@ -62,7 +62,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def flow(run: pb.Run) -> RenderableType:
-    """Show the groups in each stage as a bar, and the numbers of closed ones."""
+    """Return a bar for each stage, of its waiting and held groups, and the numbers of closed groups."""
     table = Table.grid(padding=(0, 1))
     longest = max([1, *(queue.waiting + queue.held for queue in run.queues)])
     for queue in run.queues:
@@ -118,7 +118,7 @@ class WatchApp(App[int]):
         super().__init__()
         self.view = RunView(run=run)
         self.error: CliError | None = None
-        """Error that ended the following of the run; None if there is none."""
+        """Error because of which the run could not be followed to its end; None without an error."""
         self._signals = signals
         self._curve = CURVES[0]
         self._shows_samples = False
@@ -144,7 +144,7 @@ class WatchApp(App[int]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to follow the run."""
+        """Begin to follow the run, in a thread."""
         if self._signals:
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, self.exit, 128 + signal.SIGTERM)
@@ -153,11 +153,11 @@ class WatchApp(App[int]):
         threading.Thread(target=self._follow, name="follower", daemon=True).start()
 
     def on_resize(self) -> None:
-        """Redraw for the new size."""
+        """Redraw everything for the terminal's new size."""
         self.call_after_refresh(self.redraw)
 
     def action_quit_with(self, code: int) -> None:
-        """Stop watching."""
+        """End the screen with this exit code; the run goes on."""
         self.exit(code)
 
     def action_next_curve(self) -> None:
@@ -168,12 +168,12 @@ class WatchApp(App[int]):
         self.redraw()
 
     def action_samples(self) -> None:
-        """Switch between fresh samples and steps."""
+        """Switch the table between recent samples and steps."""
         self._shows_samples = not self._shows_samples
         self.redraw()
 
     def redraw(self) -> None:
-        """Show the run's current state."""
+        """Redraw all parts of the screen from the run's current state."""
         view, room = self.view, self.query_one("#below").content_size.height
         parts = {"head": head(view), "flow": flow(view.run), "why": why(view.run), "alarms": alarms(view)}
         parts["table"] = (
@@ -194,7 +194,7 @@ class WatchApp(App[int]):
         place.update(Text("\n".join(rows), "green") if rows else Text("it comes with the first step", "dim"))
 
     def _follow(self) -> None:
-        """Follow the run to its end, in a thread."""
+        """Body of the thread that follows the run: redraw after each message, and exit when the run ends."""
         try:
             self._follower.run(lambda: self._from_thread(self.redraw), float("inf"), AWAY_SECONDS)
         except CliError as error:
@@ -232,7 +232,7 @@ class _Escaped:
 
 
 class _Closed(Exception):
-    """The app has ended."""
+    """The app has ended, so nothing can be called in its thread any more."""
 
 
 def _panel(name: str) -> VerticalScroll:

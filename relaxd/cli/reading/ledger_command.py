@@ -130,7 +130,7 @@ def _print_summary(summary: Summary, console: Console) -> None:
 
 
 def _print_prompts(record: PromptRecord, curriculum: CurriculumConfig, console: Console) -> None:
-    """Print the number of prompts by pass rate."""
+    """Print a table of the number of tried prompts by pass rate."""
     counts = ("prompts", "of all tried")
     table = plain_table("pass rate", *counts, right=counts, title="prompts tried")
     for bucket, count in enumerate(record.histogram):

@@ -22,7 +22,7 @@ SHOWN_EVENTS = 3
 SHOWN_NOTICES = 2
 SHOWN_REWARDS = 30
 MAX_ROWS = 40
-"""Maximum number of rows of a picture without a height limit."""
+"""Maximum number of rows of the live display if its height isn't limited."""
 TABLE_HEAD, SAMPLES_HEAD, MIN_SAMPLE_ROWS = 1, 2, 4
 STATE_STYLES = {"running": "green", "stopped": "green", "paused": "yellow", "failed": "bold red"}
 
@@ -35,23 +35,23 @@ COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("seconds", "step_seconds", "{:.1f}"),
 )
-"""Title, metric and format of each column; metrics that a run lacks are left out."""
+"""Title, metric and number format of each column in tables of steps; metrics that a run lacks are left out."""
 
 
 @dataclass
 class RunView:
-    """State of a followed run, from the messages received so far."""
+    """What is known of a followed run, from the coordinator's messages so far."""
 
     run: pb.Run = field(default_factory=pb.Run)
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     samples: Sequence[pb.TrainedSample] = ()
     events: Sequence[RunEvent] = ()
-    """The newest health events."""
+    """Newest health events of the run, oldest first."""
     notices: list[str] = field(default_factory=list)
-    """Messages about the run, oldest first."""
+    """Notices for the user about the run, oldest first."""
 
     def update(self, response: pb.WatchRunResponse) -> list[int]:
-        """Add a message. Returns the new steps."""
+        """Add a message of the coordinator. Returns the numbers of the steps that are new."""
         self.run = response.run
         new = [step.step for step in response.steps if step.step not in self.steps]
         self.steps.update((step.step, dict(step.metrics)) for step in response.steps)
@@ -66,7 +66,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def step_line(step: int, steps: int, metrics: dict[str, float]) -> str:
-    """Format a step as one line."""
+    """Return a line with a step's number and main metrics."""
     shown = [f"{title} {style.format(metrics[name])}" for title, name, style in COLUMNS if name in metrics]
     return f"step {step:>{len(str(steps))}}/{steps}  " + "  ".join(shown)
 
@@ -88,14 +88,14 @@ def _evaluated(metrics: Mapping[str, float]) -> str:
 
 
 def time_left(run: pb.Run) -> str:
-    """Return the run's remaining time in words, if it is known."""
+    """Return the run's remaining time in words; "" if it isn't known."""
     if not run.HasField("remaining_seconds") or run.state in ENDED:
         return ""
     return f"; about {duration(run.remaining_seconds)} left"
 
 
 def pace(run: pb.Run) -> str:
-    """Return the duration of a step in words, if it is known."""
+    """Return the duration of a step in words; "" if it isn't known."""
     left = run.steps - run.step
     if not run.HasField("remaining_seconds") or run.state in ENDED or left <= 0:
         return ""
@@ -109,7 +109,7 @@ def event_line(event: RunEvent) -> str:
 
 
 class Picture:
-    """The live display. It fits the available height: recent steps and samples fill the rows that are left."""
+    """Live display of a run. Recent steps and samples fill the rows of the screen that are left."""
 
     def __init__(self, view: RunView) -> None:
         self._view = view
@@ -135,7 +135,7 @@ class Picture:
 
 
 def head(view: RunView) -> RenderableType:
-    """Show the state, a progress bar of the steps, their pace, and the remaining time."""
+    """Return a view of the run's state: a progress bar of the steps, their pace, and the remaining time."""
     run, state = view.run, state_name(view.run.state)
     line = Text.assemble(
         ("relaxd", "cyan"), f"  run {run.run_id or '...'}  ", (state, STATE_STYLES.get(state, "cyan")),
@@ -151,7 +151,7 @@ def head(view: RunView) -> RenderableType:
 
 
 def news(view: RunView) -> list[RenderableType]:
-    """List the newest health events and notices."""
+    """Return the newest health events and notices of a run, a line for each."""
     news: list[RenderableType] = []
     for event in view.events:
         style = "green" if event.state == HEALTH_STATE_HEALTHY else "yellow"
@@ -160,7 +160,7 @@ def news(view: RunView) -> list[RenderableType]:
 
 
 def steps_table(view: RunView, shown: int) -> Table:
-    """List the newest steps."""
+    """Return a table of the run's newest steps with their metrics."""
     recent = sorted(view.steps)[-shown:]
     columns = [column for column in COLUMNS if any(column[1] in view.steps[step] for step in recent)]
     table = Table("step", *(title for title, _, _ in columns), box=None, header_style="dim", padding=(0, 2, 0, 0))

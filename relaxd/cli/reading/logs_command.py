@@ -33,14 +33,14 @@ from relaxd.run_folder import LOGS, TRACES, is_run
 GROUP = "relaxd.group_id"
 STEP = "relaxd.step"
 TRACE_ID = re.compile(r'"traceId": ?"([0-9a-f]{32})"')
-"""Matches the trace id of a span or a link in a line of OTLP JSON."""
+"""Matches the trace id of a span, or of a link to a span, in a line of OTLP JSON."""
 ERROR = 2
 """OTLP's status code of a span that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedSpan:
-    """A span of a trace file."""
+    """Span that was read from a trace file."""
 
     name: str
     instance: str
@@ -48,31 +48,34 @@ class TracedSpan:
     trace_id: str
     span_id: str
     parent_id: str
-    """Id of its parent; "" for a root."""
+    """Id of the parent span; "" for a root."""
     start: int
-    """Nanoseconds of Unix time."""
+    """Start of the span, in nanoseconds of Unix time."""
     end: int
     error: str
-    """Error text; "" without an error."""
+    """Error text of the span; "" if it didn't fail."""
     attributes: Mapping[str, Any]
     links: tuple[str, ...]
-    """Ids of linked spans in other traces."""
+    """Ids of the spans in other traces to which this span links."""
 
 
 @dataclass(frozen=True)
 class GroupTrace:
-    """The trace of a group."""
+    """All spans in the trace of a group."""
 
     root: TracedSpan
     """The span that created the group."""
     spans: list[TracedSpan] = field(default_factory=list)
-    """All spans of the trace by start."""
+    """All spans of the group's trace, sorted by start."""
     linked: list[TracedSpan] = field(default_factory=list)
-    """Linked spans of other traces, such as the step's, by start."""
+    """Spans of other traces, such as the step's, to which the group's spans link; sorted by start."""
 
 
 def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
-    """Read the trace of a group; None if it was not traced. Reads every file twice, but parses only matching lines."""
+    """Read the trace of a group; None if the group was not traced.
+
+    Reads every trace file twice, but parses only matching lines.
+    """
     created = (
         span
         for span in _spans_with(run_folder, group_id)
@@ -89,9 +92,9 @@ def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
 
 
 def read_step_spans(run_folder: Path, step: int) -> list[TracedSpan]:
-    """Read the spans of a step: of its trace, of its traced groups, and of the broadcast of its version.
+    """Read the spans of a step: those of its trace, of its traced groups, and of the broadcast of its version.
 
-    Empty if the step was not traced. If a step was repeated, only its last execution is read.
+    Returns no spans if the step was not traced. If a step was repeated, only its last execution is read.
     """
     steps = (
         span for span in _spans_with(run_folder, '"step"') if span.name == "step" and span.attributes.get(STEP) == step
@@ -157,13 +160,16 @@ def _value(value: Mapping[str, Any]) -> Any:
 
 
 class _Lane:
-    """A row of a replica in the timeline, with spans that follow each other or are nested."""
+    """One of the rows of a replica in the timeline. The spans in a row follow each other or are nested."""
 
     def __init__(self) -> None:
         self._open: list[TracedSpan] = []
 
     def takes(self, span: TracedSpan) -> bool:
-        """Add a span if it fits, and return whether it did. Call in the order of the spans' start."""
+        """Add a span if it follows the row's spans or is nested in the last one. Returns True if it was added.
+
+        Call this with spans in the order of their start.
+        """
         while self._open and self._open[-1].end <= span.start:
             self._open.pop()
         if self._open and (span.end > self._open[-1].end or span.trace_id != self._open[-1].trace_id):
@@ -237,7 +243,7 @@ def logs(
 
 
 def _log_folder(place: StateFolder, run_id: str, folder: Path | None) -> Path:
-    """Return the folder of the logs to show. Raises CliError."""
+    """Return the folder of the logs to show: a run's, or those of the services here. Raises CliError."""
     if not run_id and folder is None:
         if compose.read(place) is not None:
             raise CliError(
@@ -256,7 +262,7 @@ def _log_folder(place: StateFolder, run_id: str, folder: Path | None) -> Path:
 
 
 def _logs_of(folder: Path, service: str) -> list[Path]:
-    """Return the logs of a service, by its name or its role; all logs without one. Raises CliError."""
+    """Return the log files of a service, given by name or role, or "" for all. Raises CliError: no such logs."""
     found = log_paths(folder, service)
     if not found:
         names = [path.stem for path in log_paths(folder)]
@@ -269,16 +275,16 @@ def _logs_of(folder: Path, service: str) -> list[Path]:
 
 
 def _print(tails: Sequence[LogTail], texts: Sequence[Sequence[str]]) -> None:
-    """Print lines of several logs in the order of their times, each with its service if there are several."""
+    """Print the lines of logs in the order of their times; with the service's name if there are several logs."""
     width = max(len(tail.path.stem) for tail in tails)
     for line in by_time(tails, texts):
         show_line(f"{line.service:<{width}} | {line.text}" if len(tails) > 1 else line.text)
 
 
 BAR, MIN_BAR = 24, 8
-"""Width and minimum width of a trace's time line, in characters."""
+"""Width and minimum width of the bars that show the times of a trace's spans, in characters."""
 FACTS = ("step", "version")
-"""Span attributes that a trace shows."""
+"""Names, without the prefix "relaxd.", of the span attributes that a displayed trace shows."""
 
 
 def trace(
@@ -312,7 +318,7 @@ def trace(
 
 
 def _why_untraced(what: str, config: RunConfig) -> tuple[str, str]:
-    """Return why there is no trace of a group or step, and a hint."""
+    """Return the reason why there is no trace of a group or step, and a hint for the user."""
     if config.telemetry.traces != "file":
         return (
             f'there are no traces in the run\'s folder: telemetry.traces is "{config.telemetry.traces}"',
@@ -325,7 +331,7 @@ def _why_untraced(what: str, config: RunConfig) -> tuple[str, str]:
 
 
 def trace_table(found: GroupTrace, group_id: str) -> Table:
-    """Format a group's spans as a tree with a time line."""
+    """Return a table of a group's spans: the tree of spans, and a bar for the time of each."""
     begin = found.root.start
     end = max(span.end for span in found.spans)
     title = f"group {group_id}, trace {found.root.trace_id}"
@@ -348,7 +354,7 @@ def trace_table(found: GroupTrace, group_id: str) -> Table:
 
 
 def _ordered(found: GroupTrace) -> Iterator[tuple[int, TracedSpan]]:
-    """Yield the spans, parents first, each with its depth. A span whose parent was lost is a child of the root."""
+    """Yield depth and span for each span of a trace, parents first. A span whose parent was lost is below the root."""
     known = {span.span_id for span in found.spans}
     children: dict[str, list[TracedSpan]] = {}
     for span in found.spans:
@@ -368,7 +374,7 @@ def _seconds(nanoseconds: int) -> str:
 
 @dataclass(frozen=True)
 class _Bar:
-    """Draws the time of a span within a trace as a bar. A span of another trace may be partly outside and is cut."""
+    """Draws the time of a span within a trace as a bar. The part of a span outside of the trace's time is cut off."""
 
     span: TracedSpan
     begin: int

@@ -18,12 +18,12 @@ from relaxd.run_folder import LOGS, holder_of, is_run
 from relaxd.v1 import coordinator_pb2 as pb
 
 RUNS = Path("runs")
-"""Folder of runs, relative to the current folder."""
+"""Default folder that contains runs' folders, relative to the current folder."""
 
 
 @dataclass(frozen=True)
 class RunSource:
-    """A run and its source: the coordinator or the folder."""
+    """A run, and the coordinator or the run's folder from which commands read it."""
 
     reader: RunReader
     run: pb.Run
@@ -33,7 +33,7 @@ class RunSource:
 
     @property
     def folder(self) -> Path:
-        """The run's folder. Raises CliError if it is on another machine."""
+        """The run's folder. Raises CliError if the folder is on another machine."""
         folder = Path(self.run.folder)
         if not folder.is_dir():
             raise CliError(
@@ -70,7 +70,7 @@ def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | N
 
 
 def left_note(run: pb.Run, state: Path) -> str:
-    """Return advice to continue a run that no coordinator here works on; "" if it has ended."""
+    """Return advice on continuing a run that no coordinator here works on; "" if the run has ended."""
     if run.state in ENDED:
         return ""
     if holder := holder_of(Path(run.folder)):
@@ -87,17 +87,20 @@ def left_note(run: pb.Run, state: Path) -> str:
 
 
 def began_on_up(run_folder: Path) -> bool:
-    """Return True if the run used services of `relaxd up`, whose Redis stores how to continue it."""
+    """Return True if the run used services of `relaxd up`, so that the next `relaxd up` continues it."""
     return not (run_folder / LOGS).is_dir()
 
 
 def failed_by_data(run: pb.Run) -> bool:
-    """Return True if a run failed because of its data: it can continue once they are repaired."""
+    """Return True if a run failed because of its data. Such a run can continue once the data is repaired."""
     return run.outcome == pb.RUN_OUTCOME_DATA_FAILED
 
 
 def refuse_ended(run: pb.Run, steps: int) -> None:
-    """Raise CliError if a run can't continue: `steps` (0: not given) adds no steps, or the run has ended without it."""
+    """Raise CliError if a run can't continue: it has done `steps` steps already, or has ended and `steps` is 0.
+
+    `steps`: the new number of steps; 0: not changed. A run that failed because of its data can continue.
+    """
     if steps and steps <= run.step:
         raise CliError(f"--run.steps {steps}: run {run.run_id} has done {run.step} steps already")
     if run.state in ENDED and not steps and not failed_by_data(run):
@@ -110,7 +113,7 @@ def refuse_ended(run: pb.Run, steps: int) -> None:
 
 
 def resume_command(run_id: str, run_folder: Path, state: Path) -> str:
-    """Return the command that continues a run."""
+    """Return the `relaxd resume` command line that continues a run."""
     words = ["relaxd", "resume", run_id]
     if run_folder.resolve() != (RUNS / run_id).resolve():
         words += ["--folder", str(run_folder)]
@@ -118,12 +121,15 @@ def resume_command(run_id: str, run_folder: Path, state: Path) -> str:
 
 
 def _state_words(state: Path) -> list[str]:
-    """Return the option that names a state folder; nothing for the default one."""
+    """Return the command-line words that name a state folder; no words for the default folder."""
     return [] if state.resolve() == DEFAULT_STATE.resolve() else ["--state", str(state.resolve())]
 
 
 def _known_run(client: CoordinatorClient, run_id: str) -> pb.Run | None:
-    """Return a run, by default the newest; None if the coordinator doesn't know it. Raises CliError: no answer."""
+    """Return a run from the coordinator ("" is the newest run); None if the coordinator doesn't know the run.
+
+    Raises CliError: the coordinator doesn't answer.
+    """
     try:
         return client.run(run_id)
     except NotFoundError:

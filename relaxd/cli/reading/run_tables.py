@@ -57,12 +57,12 @@ SHOWN_METRICS = (
     "staleness_mean",
     "step_seconds",
 )
-"""Columns of `relaxd metrics` if none are named; metrics that a run lacks are left out."""
+"""Names of the metrics that `relaxd metrics` shows by default; metrics that a run lacks are left out."""
 MAX_TITLE = 10
-"""Maximum width of a line of a metric's name above its column, in characters."""
+"""Maximum width of a table column's title, in characters; longer names of metrics are broken into lines."""
 GAP = 2
 REWARD_STEPS = 5
-"""Number of last steps over which `relaxd runs` averages the reward."""
+"""Number of steps at a run's end over which `relaxd runs` averages the reward."""
 
 
 def watch(
@@ -199,7 +199,10 @@ def print_runs(state: Path, coordinator: str | None, console: Console, run_id: s
 
 
 def _runs_table(runs: Sequence[pb.Run], live: set[str], *, known_to_live: bool) -> Table:
-    """List runs. A run that hasn't ended and isn't in `live` counts as interrupted, if `live` is known."""
+    """Return a table of runs. `live`: ids of the runs that services here work on, if `known_to_live`.
+
+    With `known_to_live`, a run that has not ended and isn't in `live` is shown as interrupted.
+    """
     numbers = ("step", "reward", "held-out", "time")
     table = plain_table("run", "state", "step", "reward", "held-out", "started", "time", right=numbers)
     table.columns[0].no_wrap = True  # ids are copied
@@ -219,7 +222,10 @@ def _runs_table(runs: Sequence[pb.Run], live: set[str], *, known_to_live: bool) 
 
 
 def _results(folder: Path) -> tuple[str, str]:
-    """Return the reward of a run's last steps, and its held-out reward before and after, as far as they are known."""
+    """Return texts of a run's mean reward in its last steps, and its held-out reward before and after training.
+
+    A text is "" if the value isn't known.
+    """
     rewards: list[float] = []
     for line in newest_lines(folder / METRICS):
         if len(rewards) == REWARD_STEPS or line.get("step", 0) <= 0:
@@ -333,7 +339,7 @@ def evaluation(
 
 
 def results_table(rows: Sequence[SetRow]) -> Table:
-    """Format results of evaluations, a metric per row, with 95 % confidence intervals in brackets."""
+    """Return a table of evaluation results: a row for each metric, with 95 % confidence intervals in brackets."""
     titles, cells = table_of(rows)
     table = plain_table("set", "step", "metric", "value", right=("step",))
     for column in table.columns[1:]:
@@ -348,7 +354,7 @@ def results_table(rows: Sequence[SetRow]) -> Table:
 
 
 def _answered_set(result: RunResult, name: str) -> str:
-    """Return the set whose answers to show. Raises CliError if no answers were kept."""
+    """Return the name of the evaluation set whose answers to show. Raises CliError if no answers were kept."""
     known = result.answered_sets
     if not known:
         raise CliError(
@@ -361,7 +367,7 @@ def _answered_set(result: RunResult, name: str) -> str:
 
 
 def _evaluated_step(result: RunResult, name: str, step: int | None) -> int:
-    """Return the step to show. Raises CliError if its answers were not kept."""
+    """Return the step whose evaluation answers to show. Raises CliError if the step's answers were not kept."""
     steps = result.evaluation_steps(name)
     if step is not None and step not in steps:
         raise CliError(

@@ -72,7 +72,7 @@ def print_status(
 
 
 def print_run(run: pb.Run, console: Console) -> None:
-    """Print the health of a run, its queues and what it waits for."""
+    """Print a run's health, the queues of its stages, and what the run waits for."""
     _print_health(run, console)
     if run.queues:
         queues = ", ".join(f"{queue.stage} {queue.waiting}+{queue.held}" for queue in run.queues)
@@ -163,8 +163,10 @@ def _replica_state(replica: pb.RegisteredReplica) -> str:
 
 
 def _gpus(replica: pb.RegisteredReplica) -> str:
-    """Format a replica's leased GPUs, or its share of them, with their utilisation and the memory used by all
-    processes."""
+    """Return a text with a replica's leased GPUs, or its share of a GPU, their utilisation and used memory.
+
+    The memory is that used by all processes.
+    """
     share = f"{replica.leased_gpu_share:g} of " if 0 < replica.leased_gpu_share < 1 else ""
     words = [share + uuid[:12] for uuid in replica.leased_gpu_uuids]
     gauges = replica.status.gauges
@@ -237,7 +239,7 @@ def why(
 
 
 def print_why(run: pb.Run, console: Console) -> None:
-    """Print the sentence, the evidence and the advice."""
+    """Print what a run waits for, with the evidence for it and the advice."""
 
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -12,45 +12,45 @@ from relaxd.local.stack import COORDINATOR_PORT
 from relaxd.local.state_folder import StateFolder
 
 Level = Literal["ok", "absent", "warning", "problem"]
-"""ok: as it should be. absent: not there, and not needed here. warning: it may slow a run down or stop it later.
-problem: something that relaxd needs will not work."""
+"""Severity of a check's finding. ok: nothing is wrong. absent: something is missing that isn't needed here. warning: it
+may slow a run down or stop it later. problem: something that relaxd needs will not work."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check."""
+    """What a check of the doctor found, how severe it is, and how to mend it."""
 
     level: Level
     about: str
-    """Name of the subject, such as "open files"."""
+    """What was checked, such as "open files"."""
     found: str
     right: str = ""
-    """The right state, with the reason; empty if all is well."""
+    """The state that is required instead, with the reason; empty if nothing is wrong."""
     how: str = ""
-    """Way to the right state, by a command if possible; empty if `right` says it."""
+    """How to reach the required state, as a command if possible; empty if `right` says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Subjects of the checks."""
+    """What the doctor's checks examine: a state folder, a run's configuration, running services."""
 
     folder: StateFolder
-    """State folder of the services that are up, or would be started."""
+    """State folder of the stack whose services are running, or would be started."""
     config: RunConfig | None = None
-    """The run to check for, if any."""
+    """Configuration of the run for which the machine is checked; None: no particular run."""
     coordinator: str | None = None
-    """Address of the coordinator that commands call here; None: no services are up."""
+    """Address of the coordinator that commands call by default; None: no services are running."""
     containers: bool = False
-    """True if the services run in containers of this machine, or are about to."""
+    """True if the services run in containers on this machine, or are about to be started there."""
     elsewhere: bool = False
     """True if the services run in containers or on other machines, so that they don't need this environment's
     packages."""
     port: int = COORDINATOR_PORT
-    """The coordinator's default port."""
+    """Port on which the coordinator listens by default, which the doctor checks."""
     patience_seconds: float = 2.0
-    """Maximum seconds to wait for another process's answer."""
+    """Maximum seconds that a check waits for an answer from Redis or another process."""
 
     @property
     def runs(self) -> Path:
-        """Folder that contains the runs' folders."""
+        """Path of the folder that contains the folders of runs."""
         return (self.config.run.folder if self.config else Path("runs")).expanduser()

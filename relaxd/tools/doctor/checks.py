@@ -1,4 +1,4 @@
-"""The table of checks."""
+"""The table of the doctor's checks, and the commands that run some of them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ from relaxd.tools.doctor.services import (
 )
 
 Moment = Literal["config", "run", "up", "compose"]
-"""The commands that run some checks by themselves: `relaxd config check`, `run` and `resume`, `up`, `up --compose`."""
+"""Commands that run some of the doctor's checks before they start: "config" is `relaxd config check`, "run" is `run`
+and `resume`, "up" is `up`, "compose" is `up --compose`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ CHECKS = (
 
 
 def examine(scope: Scope, moment: Moment | None = None) -> Iterable[Finding]:
-    """Yield the findings of all checks; with `moment`, only warnings and problems of this command's checks."""
+    """Run the checks and yield what they find. If `moment` names a command, run only its checks, and yield only
+    warnings and problems."""
     for check in CHECKS:
         if moment is None or moment in check.moments:
             yield from (one for one in check.find(scope) if moment is None or one.level in ("warning", "problem"))

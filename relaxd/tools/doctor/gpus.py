@@ -15,10 +15,10 @@ from relaxd.text import byte_amount
 from relaxd.tools.doctor import Finding, Scope
 
 TAKEN_BYTES = 1 << 30
-"""Memory of a GPU that other processes may use without a warning, in bytes."""
+"""Bytes of a GPU's memory that processes other than relaxd's may use before the doctor warns."""
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"
-"""PCI id of the vendor NVIDIA, and PCI class of display controllers."""
+"""NVIDIA's PCI vendor id, and the prefix of the PCI class of display controllers."""
 INSTALL_DRIVER = "install NVIDIA's driver (https://www.nvidia.com/drivers)"
 
 Version = tuple[int, int]
@@ -26,28 +26,28 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Torch:
-    """The installed torch."""
+    """Version of the installed torch, and the CUDA version that it was built with."""
 
     version: str
     cuda: Version | None
-    """CUDA version of the build; None: a build for CPUs."""
+    """CUDA version (major, minor) that torch was built with; None: torch was built for CPUs."""
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The memory of a GPU, in bytes."""
+    """A GPU's total memory in bytes, and who uses it."""
 
     index: int
     name: str
     total: int
     others: int
-    """Bytes used by processes that don't belong to the services here."""
+    """Bytes used by processes that don't belong to this machine's relaxd services."""
     holders: tuple[int, ...] = ()
-    """Pids of these processes, as far as the driver shows them."""
+    """Pids of the processes that use `others` bytes, as far as the driver shows them."""
 
 
 def check_gpus(scope: Scope) -> Iterator[Finding]:
-    """Check the driver against torch, and that no other processes use the GPUs' memory."""
+    """Check that NVIDIA's driver fits the installed torch, and that no other processes use the GPUs' memory."""
     driver = load_nvml()
     if driver is None:
         yield no_driver_finding(nvml_problem(), nvidia_devices(PCI))
@@ -85,7 +85,7 @@ def no_driver_finding(error: str, devices: Sequence[str]) -> Finding:
 
 
 def driver_finding(driver: str, cuda: Version, torch: Torch | None) -> Finding:
-    """Assess a driver, which supports CUDA up to a version, together with the installed torch."""
+    """Assess whether the NVIDIA driver `driver`, which supports CUDA up to `cuda`, fits the installed torch."""
     about, found = "NVIDIA driver", f"{driver}, for CUDA up to {_dotted(cuda)}"
     if torch is None:  # `check_packages` says so
         return Finding("ok", about, found)
@@ -108,7 +108,7 @@ def driver_finding(driver: str, cuda: Version, torch: Torch | None) -> Finding:
 
 
 def memory_findings(gpus: Sequence[GpuMemory]) -> Iterator[Finding]:
-    """Assess the GPU memory used by other processes. Unused GPUs of one kind share a line."""
+    """Assess how much of each GPU's memory other processes use. Unused GPUs of the same kind share a finding."""
     free = [gpu for gpu in gpus if gpu.others < TAKEN_BYTES]
     for name, total in dict.fromkeys((gpu.name, gpu.total) for gpu in free):
         alike = [str(gpu.index) for gpu in free if (gpu.name, gpu.total) == (name, total)]
@@ -129,7 +129,8 @@ def memory_findings(gpus: Sequence[GpuMemory]) -> Iterator[Finding]:
 
 
 def installed_torch() -> Torch | None:
-    """Return the version of the installed torch without importing it, which takes seconds; None without torch."""
+    """Return the installed torch's version, read from its files, because importing torch takes seconds; None if it is
+    missing."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -143,7 +144,10 @@ def installed_torch() -> Torch | None:
 
 
 def _memory(driver: Any, handle: Any, index: int, ours: frozenset[int]) -> GpuMemory | None:
-    """Return a GPU's memory; None if the driver doesn't report it. `ours`: pids of the services here."""
+    """Return a GPU's memory and who uses it; None if the driver doesn't report it.
+
+    `ours` has the pids of this machine's relaxd services.
+    """
     try:
         memory, name = driver.nvmlDeviceGetMemoryInfo(handle), driver.nvmlDeviceGetName(handle)
         running = driver.nvmlDeviceGetComputeRunningProcesses(handle)
@@ -166,7 +170,7 @@ def _own_pids(scope: Scope) -> frozenset[int]:
 
 
 def nvidia_devices(pci: Path) -> list[str]:
-    """Return the PCI addresses of NVIDIA GPUs, with a driver or without."""
+    """Return the PCI addresses of this machine's NVIDIA GPUs, found without the driver."""
     found = []
     for device in sorted(pci.glob("*")):
         try:

@@ -31,21 +31,22 @@ from relaxd.waiting import duration
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES = 1 << 30
-"""Free shared memory below which engines and NCCL may fail to start; Docker's default is 64 MiB."""
+"""Free shared memory, in bytes, below which engines and NCCL may fail to start; Docker's default size is 64 MiB."""
 OPEN_FILES, FEWEST_OPEN_FILES = 1024, 256
-"""Recommended and minimum limit of open files of a process."""
+"""Recommended and minimum value of the limit of open files per process."""
 PROCESSES, FEWEST_PROCESSES = 2048, 512
-"""Recommended and minimum limit of processes and threads: a service has tens of them, a rank on GPUs hundreds."""
+"""Recommended and minimum number of processes and threads that may still start. A service has tens of threads, a rank
+on GPUs hundreds."""
 CLOCK_SECONDS = 60.0
-"""Maximum seconds by which a new file's time may be ahead of this machine's clock."""
+"""Maximum seconds by which a file's time is ahead of this machine's clock, unless the clock was set back."""
 CGROUP = Path("/sys/fs/cgroup")
 _UNSYNCHRONISED = 0x40
 _STATUS_OFFSET = 40
-"""Offset of `status` in the kernel's struct timex on 64-bit machines."""
+"""Byte offset of the field `status` in the kernel's struct timex on 64-bit machines."""
 
 
 def check_system(scope: Scope) -> Iterator[Finding]:
-    """Describe this machine, for reports of errors."""
+    """Report relaxd's and Python's version, the operating system, cores and memory, for reports of errors."""
     cores = len(os.sched_getaffinity(0))
     yield Finding(
         "ok",
@@ -56,7 +57,7 @@ def check_system(scope: Scope) -> Iterator[Finding]:
 
 
 def check_shared_memory(scope: Scope) -> Iterator[Finding]:
-    """Check the free shared memory of a machine with GPUs."""
+    """Check that /dev/shm has enough free memory, if the machine has GPUs."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
@@ -66,7 +67,7 @@ def check_shared_memory(scope: Scope) -> Iterator[Finding]:
 
 
 def shared_memory_finding(free: int, size: int, gpus: int, error: str = "") -> Finding:
-    """Assess shared memory by its size and free part, in bytes."""
+    """Assess shared memory (/dev/shm), given its free and total bytes and the machine's number of GPUs."""
     found = f"{byte_amount(free)} of {byte_amount(size)} are free" if not error else f"it can't be used: {error}"
     if free >= SHARED_BYTES or not (gpus or error):
         return Finding("ok", str(SHARED_MEMORY), found)
@@ -90,7 +91,7 @@ def check_limits(scope: Scope) -> Iterator[Finding]:
 
 
 def open_files_finding(soft: int, hard: int) -> Finding:
-    """Assess the limit of open files."""
+    """Assess the limit of open files per process, given its soft and hard value."""
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
         most = "without a limit" if soft == resource.RLIM_INFINITY else f"{soft} for each process"
         return Finding("ok", "open files", f"{most} (ulimit -n)")
@@ -107,7 +108,7 @@ def open_files_finding(soft: int, hard: int) -> Finding:
 
 
 def processes_finding(free: float, by: str) -> Finding:
-    """Assess the number of processes and threads that may still start; `by` names the limit."""
+    """Assess the number of processes and threads that may still start; `by` is the name of the limit on them."""
     if free >= PROCESSES:
         return Finding("ok", "processes", f"{free:.0f} more may start ({by})" if by else "without a limit")
     return Finding(
@@ -121,7 +122,8 @@ def processes_finding(free: float, by: str) -> Finding:
 
 
 def core_finding(soft: int, pattern: str) -> Finding:
-    """Assess the maximum size of core dumps, in bytes; `pattern` is the kernel's core_pattern."""
+    """Assess whether crashes may fill the disk: `soft` is the limit of core dumps in bytes, `pattern` the kernel's
+    core_pattern."""
     if not soft:
         return Finding("ok", "core dumps", "none (ulimit -c 0)")
     if pattern.startswith("|"):
@@ -137,7 +139,7 @@ def core_finding(soft: int, pattern: str) -> Finding:
 
 
 def check_clock(scope: Scope) -> Iterator[Finding]:
-    """Check that the clock isn't behind the times of files, and is synchronised if services run elsewhere."""
+    """Check that the clock was not set back, and is synchronised if services run on other machines."""
     written, newest = Path(__file__).stat().st_mtime, Path(__file__)
     for path in scope.folder.path.glob("*"):
         with contextlib.suppress(OSError):  # services replace their files meanwhile
@@ -146,12 +148,12 @@ def check_clock(scope: Scope) -> Iterator[Finding]:
 
 
 def clock_finding(ahead: float, newest: Path, synchronised: bool | None, others: bool) -> Finding:
-    """Assess the clock.
+    """Assess this machine's clock.
 
     Args:
-        ahead: seconds by which the newest file was written in the future.
+        ahead: seconds by which the newest file's time is ahead of the clock.
         newest: path of the newest file.
-        synchronised: True if the kernel says that something synchronises the clock; None: unknown.
+        synchronised: True if the kernel reports that the clock is synchronised, as by NTP; None: unknown.
         others: True if services run on other machines.
     """
     if ahead > CLOCK_SECONDS:
@@ -176,7 +178,7 @@ def clock_finding(ahead: float, newest: Path, synchronised: bool | None, others:
 
 
 def _free_processes() -> tuple[float, str]:
-    """Return the number of processes and threads that can still start, and their limit's name, "" without one."""
+    """Return how many processes and threads can still start, and the name of the limit, "" if there is none."""
     free, by = float("inf"), ""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.getuid() != 0 and soft != resource.RLIM_INFINITY:  # Linux doesn't limit root's
@@ -199,7 +201,7 @@ def _free_processes() -> tuple[float, str]:
 
 
 def _cgroups() -> list[Path]:
-    """Return the folders of this process's control group and those above it (version 2)."""
+    """Return the folders of the control group (cgroup v2) of this process, and of the groups that contain it."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -210,7 +212,7 @@ def _cgroups() -> list[Path]:
 
 
 def _is_synchronised() -> bool | None:
-    """Return whether the kernel's clock is synchronised; None if unknown."""
+    """Return True if the kernel reports that its clock is synchronised, as by NTP; None if unknown."""
     times = ctypes.create_string_buffer(256)  # a struct timex of zeros only reads
     if ctypes.CDLL(None).adjtimex(times) < 0:
         return None
@@ -218,13 +220,13 @@ def _is_synchronised() -> bool | None:
 
 
 LITTLE_BYTES, FEWEST_BYTES = 2 << 30, 64 << 20
-"""Free disk space, in bytes, below which a warning and below which a problem is reported."""
+"""Free bytes of a folder's disk below which the doctor reports a warning, and below which a problem."""
 FEWEST_FILES = 10_000
-"""Number of free inodes below which a warning is reported."""
+"""Number of free inodes of a folder's disk below which the doctor warns."""
 
 
 def check_disk(scope: Scope) -> Iterator[Finding]:
-    """Check that the state folder, the runs' folder and the folder of temporary files can be written and have room."""
+    """Check that the state folder, the runs' folder and the temporary folder are writable and have free disk space."""
     needed = None
     if scope.config is not None:
         with contextlib.suppress(DataError):  # `relaxd config check` names the model that is wrong
@@ -235,7 +237,7 @@ def check_disk(scope: Scope) -> Iterator[Finding]:
 
 
 def folder_finding(about: str, folder: Path, other: str, needed: int | None = None) -> Finding:
-    """Assess a folder that may not exist yet.
+    """Assess whether a folder, which may not exist yet, is writable and its disk has enough free space.
 
     Args:
         about: name of the folder.
@@ -262,7 +264,7 @@ def folder_finding(about: str, folder: Path, other: str, needed: int | None = No
 
 
 def _unwritable(folder: Path) -> str:
-    """Return the reason why a folder isn't writable; "" if it is. A folder is created there for a moment."""
+    """Return why a folder isn't writable, "" if it is. Tests it with a temporary subfolder."""
     if not folder.is_dir():
         return "is not a folder"
     try:
@@ -274,7 +276,7 @@ def _unwritable(folder: Path) -> str:
 
 TRIAL_SECONDS = 20.0
 SCOPES_VERSION = 6
-"""First Landlock version that blocks abstract sockets and signals to other processes."""
+"""Lowest Landlock version that can block abstract sockets and signals to other processes."""
 
 
 def check_sandbox(scope: Scope) -> Iterator[Finding]:
@@ -306,7 +308,8 @@ def answers_finding(version: int) -> Finding:
 
 
 def enclosure_finding(measures: Sequence[Measure], required: bool) -> Finding:
-    """Report the measures that confine a reward. With `required`, runs don't start while one is missing."""
+    """Assess which restrictions of reward functions this machine enforces. If `required`, a missing one is a
+    problem."""
     missing = [one for one in measures if not one.by and one.name != "user"]
     held = ", ".join(one.name for one in measures if one.by)
     if not missing:
@@ -321,7 +324,10 @@ def enclosure_finding(measures: Sequence[Measure], required: bool) -> Finding:
 
 
 def _try_enclosure() -> list[Measure]:
-    """Enclose a process and return the effective measures. Raises OSError, ValueError, subprocess.SubprocessError."""
+    """Enclose a test process as rewards are, and return all restrictions, with the reason for those not enforced.
+
+    Raises OSError, ValueError, subprocess.SubprocessError.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "relaxd.sandbox.enclosure"],
         env=os.environ | {"PYTHONPATH": python_path()},

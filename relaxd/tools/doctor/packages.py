@@ -21,7 +21,7 @@ from relaxd.roles import JUDGE, ROLLOUT, TEACHER
 from relaxd.tools.doctor import Finding, Level, Scope
 
 SERVICES = ("coordinator", "reward", "advantage", "rollout", "trainer")
-"""Extras of the services that `relaxd up` starts."""
+"""Names of relaxd's extras (optional dependencies) for the services that `relaxd up` starts."""
 OPTIONAL = {
     "sglang": 'rollout.engine = "sglang": README, On GPUs',
     "data": "prompts in Parquet, Arrow and CSV files",
@@ -35,26 +35,26 @@ OPTIONAL = {
     "migrate": "relaxd migrate",
     "mcp": "environment mcp",
 }
-"""Purpose of each other extra."""
+"""relaxd's other extras (optional dependencies), each with what it is for."""
 OWN_ENVIRONMENT = "sglang"
-"""Package, and extra, that determines torch's version and therefore needs a separate environment."""
+"""Name of the package and extra that requires a certain version of torch, and therefore a separate environment."""
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package that relaxd requires."""
+    """A package that relaxd requires, with the suitable versions."""
 
     name: str
     versions: str
-    """Versions that suit, such as ">=2.11,<2.14"; empty: any."""
+    """Suitable versions of the package, such as ">=2.11,<2.14"; empty: any version."""
 
     def __str__(self) -> str:
         return f"{self.name}{self.versions}"
 
     def problem(self, installed: str | None) -> str:
-        """Return the problem of the installed version (None: not installed); "" if it is suitable."""
+        """Return why the installed version doesn't suit, "" if it does. None: the package isn't installed."""
         if installed is None:
             return f"{self.name} is missing"
         suits = all(_suits(installed, one) for one in self.versions.split(",") if one)
@@ -62,13 +62,13 @@ class Requirement:
 
 
 def check_packages(scope: Scope) -> Iterator[Finding]:
-    """Check the packages of the services that would start here, for the run in question."""
+    """Check that the packages of the services on this machine are installed, for the run if one is given."""
     if not scope.elsewhere:
         yield package_finding("packages", requirements(), _needed(scope))
 
 
 def check_optional_packages(scope: Scope) -> Iterator[Finding]:
-    """Report missing packages that only some runs and commands need."""
+    """Report which optional packages are missing, those that only some runs and commands need."""
     if scope.elsewhere:
         return
     required, needed, missing = requirements(), _needed(scope), {}
@@ -84,7 +84,7 @@ def check_optional_packages(scope: Scope) -> Iterator[Finding]:
 
 
 def package_finding(about: str, required: Mapping[str, Sequence[Requirement]], extras: Sequence[str]) -> Finding:
-    """Report whether the packages required by relaxd and the given extras are installed."""
+    """Assess whether the packages that relaxd and the given extras require are installed, in suitable versions."""
     if not required:
         return Finding("ok", about, "relaxd is not installed as a package, so what it requires is not known")
     wanted = list(dict.fromkeys(one for extra in ("", *extras) for one in required.get(extra, ())))
@@ -116,7 +116,10 @@ def extras_of(config: RunConfig) -> list[str]:
 
 
 def requirements() -> dict[str, list[Requirement]]:
-    """Return relaxd's requirements by extra ("": none), from the source tree, else from the installed package."""
+    """Return the packages that each of relaxd's extras requires; those of relaxd itself are under "".
+
+    Reads the source tree's pyproject.toml, else the installed package's metadata.
+    """
     project = Path(relaxd.__file__).parents[1] / "pyproject.toml"
     if project.is_file():
         table = tomllib.loads(project.read_text())["project"]
@@ -134,7 +137,7 @@ def requirements() -> dict[str, list[Requirement]]:
 
 
 def parse(text: str) -> Requirement:
-    """Parse a requirement, ignoring its extras and markers."""
+    """Parse a requirement such as "torch>=2.11"; extras and markers in it are ignored."""
     match = _REQUIREMENT.match(text)
     assert match is not None
     return Requirement(match[1], match[2].replace(" ", ""))
@@ -157,7 +160,7 @@ def _installed(name: str) -> str | None:
 
 
 def _suits(version: str, bound: str) -> bool:
-    """Return whether a version is within one bound, such as ">=2.11". Local versions (+cu130) are ignored."""
+    """Return True if a version satisfies a bound such as ">=2.11". The version's local part (+cu130) is ignored."""
     match = re.fullmatch(r"(>=|<|==)(.+)", bound)
     if match is None:
         return True
@@ -180,26 +183,26 @@ def _pip(wanted: Sequence[Requirement]) -> str:
 
 
 TRACKER_PACKAGES = ("tensorboard", "wandb", "clearml", "trackio")
-"""Bundled trackers that need a package of the same name."""
+"""Names of the bundled trackers that need a Python package of the same name."""
 START_SECONDS = 10.0
-"""Maximum seconds for an interpreter to answer."""
+"""Maximum seconds in which the trackers' Python interpreter must report its version and packages."""
 MIN_PYTHON = (3, 11)
 _LOOK = """
 import importlib.util, sys
 sys.path.pop(0)  # the current folder may have a folder of a tracker's name
 print(*sys.version_info[:2], *(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 """
-"""Program that prints the interpreter's version and those of the given packages that are missing."""
+"""Python program that prints its interpreter's version, and which of the packages in its arguments are missing."""
 
 
 def check_trackers(scope: Scope) -> Iterator[Finding]:
-    """Check the interpreter and the packages of the trackers of the run in question."""
+    """Check that the run's trackers, if any, have a working Python interpreter and the packages that they need."""
     if scope.config is not None and scope.config.tracking.trackers and not scope.elsewhere:
         yield trackers_finding(scope.config.tracking)
 
 
 def trackers_finding(tracking: TrackingConfig) -> Finding:
-    """Assess the interpreter of a run's trackers."""
+    """Assess whether the Python interpreter of a run's trackers works and has their packages."""
     about, python = "trackers", tracking.python or sys.executable
     wanted = [name for name in tracking.trackers if name in TRACKER_PACKAGES]
     right = f"an interpreter with {', '.join(wanted)}" if wanted else "an interpreter"

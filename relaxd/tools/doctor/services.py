@@ -29,7 +29,7 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, ReplicaStatus
 
 
 def check_services(scope: Scope) -> Iterator[Finding]:
-    """Check that the services that are up work, and have this command's version."""
+    """Check that the running services work and have the same relaxd version as this command."""
     stack = scope.folder.read()
     for service in stack.failed() if stack else ():
         yield Finding(
@@ -52,7 +52,7 @@ def check_services(scope: Scope) -> Iterator[Finding]:
 
 
 def status_findings(statuses: Sequence[ReplicaStatus]) -> Iterator[Finding]:
-    """Assess the versions and states of services."""
+    """Assess the relaxd versions and the states of running services, given their statuses."""
     own = (__version__, PROTOCOL_VERSION)
     for status in statuses:
         theirs = (status.package_version, status.protocol_version)
@@ -73,7 +73,7 @@ def status_findings(statuses: Sequence[ReplicaStatus]) -> Iterator[Finding]:
 
 
 CLOCK_SECONDS = 1.0
-"""Maximum difference between two clocks without a warning, in seconds."""
+"""Difference between a Redis server's clock and this machine's, in seconds, above which the doctor warns."""
 
 
 def check_redis(scope: Scope) -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def check_redis(scope: Scope) -> Iterator[Finding]:
 
 
 def check_redis_program(scope: Scope) -> Iterator[Finding]:
-    """Check the program of the Redis that `relaxd up` would start."""
+    """Check the Redis program that `relaxd up` would start, unless services are running or REDIS_URL is set."""
     if scope.elsewhere or scope.folder.read() or os.environ.get("REDIS_URL"):
         return
     try:
@@ -104,7 +104,7 @@ def check_redis_program(scope: Scope) -> Iterator[Finding]:
 
 
 def server_findings(about: str, url: str, seconds: float) -> Iterator[Finding]:
-    """Assess the server at a URL, which must answer within `seconds`."""
+    """Assess the Redis server at a URL, which must answer within `seconds`: its settings, clock and memory."""
     name = where(url)
     try:
         embedded_redis.wait_until_up(url, seconds=seconds)
@@ -132,7 +132,7 @@ def server_findings(about: str, url: str, seconds: float) -> Iterator[Finding]:
 
 
 def fact_findings(about: str, name: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Assess a server's INFO; yields only warnings and problems."""
+    """Assess a Redis server's INFO: version, role, settings and writes to disk. Yields only warnings and problems."""
     version = version_of(facts)
     numbers = tuple(int(part) for part in version.split(".")[:2])
     needed = ".".join(map(str, embedded_redis.MIN_VERSION))
@@ -171,12 +171,12 @@ def fact_findings(about: str, name: str, facts: Mapping[str, Any]) -> Iterator[F
 
 
 def version_of(facts: Mapping[str, Any]) -> str:
-    """Return a server's version: Valkey's own, not its compatible Redis version."""
+    """Return a Redis server's version, from its INFO; of Valkey its own version, not the compatible Redis version."""
     return str(facts.get("valkey_version", facts["redis_version"]))
 
 
 def check_coordinator_port(scope: Scope) -> Iterator[Finding]:
-    """Check who holds the coordinator's default port."""
+    """Check whether the coordinator's default port is free, or which process or stack listens on it."""
     about, stack = f"port {scope.port}", scope.folder.read()
     holder = find_holder(scope.port, seconds=scope.patience_seconds)
     if holder is None:
@@ -197,7 +197,7 @@ def check_coordinator_port(scope: Scope) -> Iterator[Finding]:
 
 
 def check_weight_ports(scope: Scope) -> Iterator[Finding]:
-    """Check that weights.ports, if set, has free ports."""
+    """Check that enough ports of weights.ports, if the run sets it, are free."""
     ports = scope.config.weights.port_range if scope.config else None
     if ports is None or scope.elsewhere:
         return
@@ -216,7 +216,7 @@ INSTALL_PLUGIN = "Docker's Compose plugin (https://docs.docker.com/compose/insta
 
 
 def check_docker(scope: Scope) -> Iterator[Finding]:
-    """Check the Docker engine, its Compose plugin, its GPU runtime and the images of the services."""
+    """Check that the Docker engine, its Compose plugin and its GPU runtime work, and which services' images exist."""
     needed = scope.containers
     if shutil.which("docker") is None:
         yield _missing(needed, "docker", "not installed", "Docker (https://docs.docker.com/engine/install)")
@@ -233,7 +233,10 @@ def check_docker(scope: Scope) -> Iterator[Finding]:
 
 
 def engine_findings(info: Mapping[str, Any], error: str, needed: bool, gpus: int) -> Iterator[Finding]:
-    """Assess the answer of `docker info`, and its error. A missing part is only a problem if `needed`."""
+    """Assess Docker's engine, GPU runtime and Compose plugin by the output and the error of `docker info`.
+
+    A missing part is a problem only if `needed`.
+    """
     plugins = {one["Name"]: one.get("Version", "") for one in info.get("ClientInfo", {}).get("Plugins") or ()}
     if info.get("ServerVersion"):
         yield Finding("ok", "docker", f"engine {info['ServerVersion']}")
@@ -251,14 +254,14 @@ def engine_findings(info: Mapping[str, Any], error: str, needed: bool, gpus: int
 
 
 def _missing(needed: bool, about: str, found: str, right: str, how: str = "") -> Finding:
-    """Return a finding about Docker: a problem if `needed`, otherwise "absent"."""
+    """Return the finding that a part of Docker is missing: a problem if `needed`, otherwise "absent"."""
     if needed:
         return Finding("problem", about, found, right, how)
     return Finding("absent", about, f"{found} (only relaxd up --compose needs it)")
 
 
 def image_findings(images: Sequence[str]) -> Iterator[Finding]:
-    """Report which images of the services exist. Missing images are built when needed."""
+    """Report which Docker images of relaxd's services exist; `relaxd up --compose` builds missing ones."""
     try:
         text = (compose.compose_folder() / "compose.yaml").read_text()
     except CliError:  # outside a source tree there is nothing to build
@@ -272,7 +275,10 @@ def image_findings(images: Sequence[str]) -> Iterator[Finding]:
 
 
 def _call(*words: str) -> tuple[str, str]:
-    """Return the output of a docker command, and its error if it failed. Raises TimeoutExpired, OSError."""
+    """Run a docker command. Returns its standard output, and its standard error, "" if it succeeded.
+
+    Raises TimeoutExpired, OSError.
+    """
     done = subprocess.run(
         ["docker", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CALL_SECONDS, check=False
     )

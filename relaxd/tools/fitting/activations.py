@@ -16,48 +16,51 @@ Part = Literal["attention", "MLP", "experts", "norms"]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes of the largest micro-batch, over all ranks that share it."""
+    """Size of a run's largest micro-batch, summed over the ranks that share it, and how the trainer computes it."""
 
     tokens: int
-    """Tokens of the row."""
+    """Number of tokens in the micro-batch's row of packed sequences."""
     slots: int
-    """Tokens that attention processes: a shared prompt is repeated for each sample."""
+    """Number of tokens that attention processes; more than `tokens` if a shared prompt is repeated for each sample."""
     fused: bool
-    """True if the fused kernels run."""
+    """True if Triton's fused kernels compute the layers, False if torch's operations do."""
     element: int
-    """Bytes of an element."""
+    """Bytes per element of activations and weights: 2 or 4."""
     float32_logits: bool = False
-    """True if logits are always in float32."""
+    """True if logits are in float32 even if activations aren't."""
 
     @property
     def logit_bytes(self) -> int:
-        """Bytes of a logit."""
+        """Bytes per logit."""
         return 4 if self.float32_logits else self.element
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One saved tensor of a layer."""
+    """A tensor that a layer's forward pass saves for the backward pass."""
 
     name: str
     part: Part
     size: int
-    """Bytes, summed over all ranks that share the micro-batch."""
+    """Bytes of the tensor, summed over all ranks that share the micro-batch."""
     recomputed: bool = False
-    """True if recompute = "selective" recomputes the tensor."""
+    """True if the backward pass recomputes the tensor with recompute = "selective"."""
 
 
 def layer_tensors(
     shape: ModelShape, layout: Layout, batch: MicroBatch, delta_net: DeltaNetSizes | None = None
 ) -> list[SavedTensor]:
-    """Return the tensors that a layer saves without recomputation. With `delta_net`, it has a delta net instead of
-    attention."""
+    """Return the tensors that a layer saves for the backward pass if nothing is recomputed.
+
+    `delta_net` has the sizes of the layer's gated delta net; None: the layer has attention.
+    """
     attention = _attention(shape, layout, batch) if delta_net is None else _delta_net(shape, delta_net, batch)
     return [*attention, *_mlp(shape, layout, batch)]
 
 
 def _delta_net(shape: ModelShape, sizes: DeltaNetSizes, batch: MicroBatch) -> Iterator[SavedTensor]:
-    """Yield the tensors that a gated delta net saves; tensors between its projections are recomputed."""
+    """Yield the tensors that a gated delta net saves for the backward pass, which recomputes those between the
+    projections."""
     yield from _norm(shape, batch, "attention")
     yield SavedTensor("projection", "attention", sizes.projected * batch.tokens * batch.element)
     yield SavedTensor("output", "attention", sizes.values * batch.tokens * batch.element)
@@ -122,9 +125,10 @@ def _swiglu(ffn: int, batch: MicroBatch) -> Iterator[SavedTensor]:
 
 
 def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch, stage: int = 0) -> dict[str, int]:
-    """Return the bytes that a rank of a stage keeps of one micro-batch in all its layers, by part.
+    """Return the bytes of activations that a rank keeps for one micro-batch in all layers of its stage, by part.
 
-    With "full", the part "recomputed layer" has the tensors of one layer that the backward pass recomputes.
+    With recompute = "full", there is a further part "recomputed layer": the tensors of one layer, which the backward
+    pass recomputes.
     """
     recomputed = layout.recomputed_layers(shape, stage)
     layer_input, recomputed_layer = shape.hidden * batch.tokens * batch.element, 0
@@ -147,7 +151,7 @@ def saved_by_part(shape: ModelShape, layout: Layout, batch: MicroBatch, stage: i
 
 
 def backward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
-    """Return the maximum bytes of the gradients within one layer's backward pass."""
+    """Return the peak bytes of temporary gradients on a rank during the backward pass of one layer."""
     hidden, experts = shape.hidden, shape.experts
     attention = 2 * hidden + 2 * (shape.query + 2 * shape.kv)
     if experts is None:
@@ -161,7 +165,8 @@ def backward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
 
 
 DELTA_CHUNK = 64
-"""Tokens of a chunk in gated delta nets, as in services/trainer/transformer/sequence_layout.py."""
+"""Number of tokens that gated delta nets process as a chunk; equals the trainer's
+(services/trainer/transformer/sequence_layout.py)."""
 
 
 def delta_net_work(shape: ModelShape, batch: MicroBatch) -> int:
@@ -178,23 +183,25 @@ def delta_net_work(shape: ModelShape, batch: MicroBatch) -> int:
 
 
 CHUNK_BYTES = 1 << 30
-"""Bytes of a chunk of logits on a GPU, as in the trainer's services/trainer/learner/logprobs.py."""
+"""Bytes of the logits that the trainer computes at a time on a GPU; equals CHUNK_BYTES of its learner/logprobs.py."""
 KEPT_SHARE = 1 / 24
-"""Share of the GPU's memory for kept logits, as in the trainer."""
+"""Maximum share of a GPU's memory for logits that are kept for the backward pass; equals KEPT_SHARE there."""
 
 
 @dataclass(frozen=True)
 class LogitBytes:
-    """Bytes of the last stage's output on one rank."""
+    """Bytes on a rank of the last pipeline stage for logits and the tensors around the output layer."""
 
     kept: int
     """Bytes of the logits that are kept for the backward pass."""
     work: int
-    """Bytes of chunks that aren't kept, of the hidden states before the output layer, and of their gradient."""
+    """Bytes of temporary tensors: chunks of logits that aren't kept, the hidden states before the output layer and
+    their gradient."""
 
 
 def logit_bytes(shape: ModelShape, layout: Layout, batch: MicroBatch, gpu_bytes: int) -> LogitBytes:
-    """Return the bytes needed to compute log-probs if every token of the micro-batch is trained."""
+    """Return the bytes that a rank needs for logits to compute log-probs, if all tokens of the micro-batch are
+    trained."""
     width = -(-shape.vocabulary // layout.tensor) * batch.logit_bytes
     tokens = batch.tokens // layout.context
     chunk = _chunk_tokens(width)
@@ -211,7 +218,8 @@ def logit_bytes(shape: ModelShape, layout: Layout, batch: MicroBatch, gpu_bytes:
 
 
 def forward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
-    """Return the bytes of a pass without gradients: one layer's tensors, and one chunk of logits."""
+    """Return the peak bytes of a forward pass without gradients on a rank: one layer's tensors and a chunk of
+    logits."""
     width = -(-shape.vocabulary // layout.tensor) * batch.logit_bytes
     experts = shape.experts
     inner = 3 * shape.ffn if experts is None else experts.per_token * (shape.hidden + 3 * experts.ffn)
@@ -222,5 +230,5 @@ def forward_work(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
 
 
 def _chunk_tokens(width: int) -> int:
-    """Return the tokens per chunk if the logits of a token take `width` bytes."""
+    """Return the number of tokens whose logits are computed at a time, if a token's logits take `width` bytes."""
     return max(CHUNK_BYTES // width // 256, 1) * 256

@@ -36,27 +36,28 @@ from relaxd.tools.fitting.trainer_memory import Bytes, Hardware, Held
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits."""
+    """A parallel layout of the trainer that fits into the GPUs' memory, with its predicted speed."""
 
     layout: Layout
     bytes: int
-    """Bytes of its fullest GPU."""
+    """Bytes used on the fullest GPU, those of other processes included."""
     seconds: float
     """Predicted seconds of the trainer's part of a step."""
     between_hosts: int
-    """Bytes per step that a host sends to others."""
+    """Bytes that a host sends to other hosts per step."""
 
 
 def rank_layouts(config: RunConfig, models: Models, hardware: Hardware, taken: int) -> list[Candidate]:
-    """Return the layouts that fit, fastest prediction first, with trainer.ranks or else the next larger fitting number.
+    """Return the trainer's layouts that fit into the GPUs' memory, with the fastest predicted layout first.
 
-    With several hosts, tensor-parallel ranks must be on one host. The time of sending between hosts is not predicted.
+    They have trainer.ranks ranks; if none fits, the next larger number of ranks with fitting layouts. With several
+    hosts, tensor-parallel ranks must be on one host. The time of sending between hosts is not predicted.
 
     Args:
         config: the run.
         models: the models in the trainer's ranks.
         hardware: the GPUs.
-        taken: bytes of a GPU that another process holds.
+        taken: bytes of each GPU that other processes hold, such as sleeping engines.
     """
     ranks, hosts = config.trainer.ranks, config.trainer.hosts
     while ranks <= hardware.gpus_per_node * hosts:
@@ -96,41 +97,41 @@ def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, 
 
 @dataclass(frozen=True)
 class EngineFit:
-    """Capacity of an engine's key-value cache for a run."""
+    """How many sequences of a run fit into an engine's key-value cache at once."""
 
     memory: EngineMemory
     longest: int
-    """Tokens of the engine's longest sequence."""
+    """Maximum length of the engine's sequences (prompt and answer), in tokens."""
     running: int
-    """Maximum sequences in progress."""
+    """Maximum number of sequences that the engine generates at the same time."""
 
     @property
     def answers(self) -> int:
-        """Number of sequences of maximal length that fit at once."""
+        """Number of sequences of maximum length that fit into the key-value cache at once."""
         return self.memory.answers(self.longest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Result of `fit`."""
+    """Result of `relaxd fit`: the memory, disk and time that a run needs, and the trainer's layouts that fit."""
 
     held: list[Held]
     engines: dict[str, EngineFit]
     layout: Layout
-    """Configured layout of the trainer."""
+    """The trainer's parallel layout as configured."""
     seconds: Seconds
     """Predicted seconds of the trainer's part of a step."""
     layouts: list[Candidate]
-    """Layouts of the trainer that fit, the fastest predicted first."""
+    """The trainer's layouts that fit into the GPUs' memory, with the fastest predicted layout first."""
     host: Bytes
-    """Bytes of memory that a host of the trainer needs, by purpose."""
+    """Bytes of host memory that a trainer's host needs, by purpose."""
     between_hosts: Bytes
-    """Bytes per step that a host of the trainer sends to its other hosts."""
+    """Bytes that a trainer's host sends to the other hosts per step, by kind."""
     disk: Bytes
 
     @property
     def fits(self) -> bool:
-        """True if every GPU has room, and every engine for at least one sequence of maximal length."""
+        """True if no GPU is overfilled, and each engine's cache has room for a sequence of maximum length."""
         return all(one.fits for one in self.held) and all(one.answers for one in self.engines.values())
 
 
@@ -185,12 +186,18 @@ def fit(config: RunConfig, hardware: Hardware, judges: int = 1) -> Fit:
 
 
 def written(config: RunConfig) -> Bytes:
-    """Compute a run's disk usage in its folder. Raises DataError if a model has no usable config.json."""
+    """Return the bytes that a run will write into its folder, by purpose.
+
+    Raises DataError if a model has no usable config.json.
+    """
     return disk_bytes(config, read_models(config), *_element_and_expert_bytes(config))
 
 
 def budget_problem(config: RunConfig) -> str:
-    """Return why checkpoints can't stay within trainer.checkpoint.max_bytes; "" if they can. Raises like `written`."""
+    """Return why a run's checkpoints can't stay within trainer.checkpoint.max_bytes, "" if they can.
+
+    Raises DataError if a model has no usable config.json.
+    """
     limit, models = config.trainer.checkpoint.max_bytes, read_models(config)
     # The limit applies to a critic service's checkpoints separately.
     largest = max(checkpoint_bytes(config, models), critic_checkpoint_bytes(config, models))
@@ -202,7 +209,8 @@ def budget_problem(config: RunConfig) -> str:
 
 
 def _element_and_expert_bytes(config: RunConfig) -> tuple[int, int]:
-    """Return the bytes of a weight in the trainer, and of a token's routed experts."""
+    """Return the bytes per weight in the trainer, and the bytes per token that record its routed experts (0 if they
+    aren't recorded)."""
     folder = resolve_model(config.model.path, weights=False)
     expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
     return micro_batch(config, config.micro_batch_tokens).element, expert_bytes

@@ -23,53 +23,53 @@ from relaxd.tools.fitting.trainer_memory import (
 )
 
 DEFAULT_FRACTION = 0.85
-"""Approximate share of the GPU for weights and cache if SGLang decides."""
+"""Estimated share of a GPU's memory that SGLang uses for weights and key-value cache if no share is configured."""
 ENGINE_PROCESS_BYTES = 5_600_000_000
-"""Bytes of CUDA's context, graphs and work space beside weights and cache. Measured: 3.6 GB for a model of 135 M
-parameters, 5.6 GB for 0.6 B."""
+"""Estimated GPU bytes of an engine's process in addition to weights and cache: CUDA's context, graphs and work space.
+Measured: 3.6 GB for a model of 135 M parameters, 5.6 GB for 0.6 B."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of an engine on one of its GPUs."""
+    """How an engine divides the memory of each of its GPUs between weights and key-value cache."""
 
     weights: int
-    """Bytes of the weights."""
+    """Bytes of the model's weights on the GPU."""
     cache: int
     """Bytes of the key-value cache; negative if the weights don't fit."""
     token_bytes: int
-    """Bytes of a token in the cache."""
+    """Bytes of key-value cache per token."""
     assumed: bool
-    """True if SGLang decides how much is for weights and cache (DEFAULT_FRACTION of a whole GPU)."""
+    """True if SGLang decides how much is for weights and cache, which is assumed: DEFAULT_FRACTION of a whole GPU."""
     share: float = 1.0
-    """The engine's share of the GPU."""
+    """Share of the GPU's memory that the engine leases, from 0 to 1."""
 
     @property
     def bytes(self) -> Bytes:
-        """Bytes by purpose."""
+        """The engine's bytes on the GPU by purpose: weights, key-value cache and process."""
         return {"weights": self.weights, "key-value cache": max(0, self.cache), "process": ENGINE_PROCESS_BYTES}
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that fit into the cache."""
+        """Number of tokens that fit into the key-value cache."""
         return max(0, self.cache) // self.token_bytes
 
     def answers(self, tokens: int) -> int:
-        """Return the number of sequences of `tokens` tokens that fit at once."""
+        """Return the number of sequences of `tokens` tokens that fit into the key-value cache at once."""
         return self.cached_tokens // tokens
 
 
 def engine_memory(
     shape: ModelShape, tensor: int, element: int, fraction: float, gpu_bytes: int, share: float = 1.0
 ) -> EngineMemory:
-    """Return the division of a GPU's memory between an engine's weights and cache.
+    """Compute how an engine divides a GPU's memory between weights and key-value cache.
 
     Args:
         shape: the model.
-        tensor: number of GPUs that share the model; above the number of key-value heads, several hold the same head.
-        element: bytes of an element of weights and cache.
+        tensor: number of GPUs that share the model. If it exceeds the number of key-value heads, GPUs hold copies.
+        element: bytes per element of weights and cache.
         fraction: share of the engine's memory for weights and cache; 0 lets SGLang decide.
-        gpu_bytes: memory of the GPU.
+        gpu_bytes: total memory of the GPU, in bytes.
         share: the engine's share of the GPU. If SGLang decides, it keeps the same bytes free as on a whole GPU.
     """
     weights = model_parameters(shape) * element // tensor
@@ -80,7 +80,8 @@ def engine_memory(
 
 
 ASLEEP = {TRAINER: 7_500_000_000, "rollout": 5_600_000_000}
-"""GPU bytes that a sleeping process keeps in a colocated run, by role. Measured: 4.4 to 7.5 and 3.6 to 5.6 GB."""
+"""Estimated bytes that a process keeps on a GPU while it sleeps in a colocated run, by role. Measured: 4.4 to 7.5 GB
+(trainer), 3.6 to 5.6 GB (engine)."""
 
 
 def check_layout(
@@ -95,7 +96,7 @@ def check_layout(
 
 
 def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hardware) -> list[Held]:
-    """Return the memory of the trainer's ranks, by pipeline stage."""
+    """Return the GPU memory that a trainer's rank needs, for each pipeline stage."""
     critic = config.roles.critic.optimizer
     moments, vision = config.trainer.optimizer.moment_bytes, models.trains_vision
     trained = [TrainedModelShape("", models.policy, layout.offload, moments, vision)]
@@ -111,7 +112,10 @@ def on_trainer(config: RunConfig, models: Models, layout: Layout, hardware: Hard
 
 
 def _by_stage(role: str, layout: Layout, hardware: Hardware, of_stage: Callable[[int], Bytes]) -> list[Held]:
-    """Return the memory of a role's ranks by pipeline stage, given the bytes of a stage's tensors."""
+    """Return the GPU memory that a role's rank needs, for each pipeline stage.
+
+    `of_stage` returns the bytes of a stage's tensors; the bytes of the process are added.
+    """
     places = [f"stage {stage}" for stage in range(layout.pipeline)] if layout.pipeline > 1 else [""]
     return [
         Held(role, place, {**of_stage(stage), "process": PROCESS_BYTES}, hardware.room)
@@ -120,7 +124,7 @@ def _by_stage(role: str, layout: Layout, hardware: Hardware, of_stage: Callable[
 
 
 def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
-    """Return the memory of the ranks of a frozen model's replica, by pipeline stage."""
+    """Return the GPU memory that a rank of a frozen model's service needs, for each pipeline stage."""
     own = config.roles.frozen[role]
     layout, folders = Layout.of_replica(own), frozen_models(config, role, weights=False)
     shapes = [read_shape(folder, f"{own.section}.model") for folder in folders.values()]
@@ -130,8 +134,10 @@ def on_frozen(config: RunConfig, role: str, hardware: Hardware) -> list[Held]:
 
 
 def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Held]:
-    """Return the memory of the critic's ranks by pipeline stage. They recompute and shard gradients like the
-    trainer."""
+    """Return the GPU memory that a rank of the critic service needs, for each pipeline stage.
+
+    The critic recomputes activations and shards gradients as the trainer does.
+    """
     own, trainer = config.roles.critic, config.trainer
     layout = replace(
         Layout.of_replica(own),
@@ -148,7 +154,7 @@ def on_critic(config: RunConfig, models: Models, hardware: Hardware) -> list[Hel
 
 
 def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
-    """Return the memory of the run's engines that need GPUs, by role."""
+    """Return the memory of a run's engines on each of their GPUs, by role; leave out engines that need no GPU."""
     judge = config.roles.judge
     sections: list[tuple[str, str, RolloutConfig | JudgeConfig, str, str]] = [
         ("rollout", "rollout", config.rollout, "model.path", config.model.path)
@@ -182,8 +188,8 @@ def engines(config: RunConfig, hardware: Hardware) -> dict[str, EngineMemory]:
 
 
 def on_engine(role: str, engine: EngineMemory, hardware: Hardware) -> Held:
-    """Return an engine's memory on its GPU or its share of one. The room is all of it, because the cache fills what the
-    other parts leave of memory_fraction."""
+    """Return the GPU memory that an engine needs. Its room is the whole GPU or share that it leases, because the
+    key-value cache fills whatever is left of memory_fraction."""
     place = f"{engine.share:g} of a GPU" if engine.share < 1 else ""
     return Held(role, place, engine.bytes, int(engine.share * hardware.gpu_bytes))
 
@@ -197,7 +203,8 @@ def in_turns(
     *,
     offload: bool = True,
 ) -> list[Held]:
-    """Return the memory of a GPU that trainer and engine share, in each turn.
+    """Return the memory needed on a GPU that trainer and engine share in a colocated run, for each turn: generate,
+    train and synchronise.
 
     Args:
         trainer: the trainer's ranks, by pipeline stage.
@@ -205,7 +212,7 @@ def in_turns(
         hardware: the GPU.
         bucket_bytes: bytes of a weight bucket.
         judge: a judge on the same GPU.
-        offload: True if the sleeping trainer's state moves to host memory; else it stays here, except gradients.
+        offload: True if the sleeping trainer's state moves to host memory; else it stays on the GPU, except gradients.
     """
     worst = max(trainer, key=lambda held: held.total)
     waiting = {name: size for name, size in worst.bytes.items() if name.split(":")[0] not in _OF_A_PASS}
@@ -234,4 +241,4 @@ def in_turns(
 
 
 _OF_A_PASS = ("activations", "recomputed layer", "logits", "work space")
-"""Entries that a rank holds only while it trains."""
+"""Purposes of memory that a rank needs only while it trains, not in other turns of a colocated run."""

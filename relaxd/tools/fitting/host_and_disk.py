@@ -14,28 +14,29 @@ from relaxd.tools.fitting.trainer_memory import Bytes
 from relaxd.tools.rehearsal.assumptions import mean_tokens, mean_turns
 
 RANK_BYTES = 4 << 30
-"""Assumed bytes of a rank's process without tensors: torch, CUDA's libraries, Megatron."""
+"""Assumed host memory of a trainer rank's process without tensors, in bytes: torch, CUDA's libraries, Megatron."""
 SPARE_RANK_BYTES = 1 << 30
-"""Assumed bytes of a spare rank's process, which has loaded its code and uses no device."""
+"""Assumed host memory of a spare rank's process, in bytes; it has loaded its code and uses no GPU."""
 
 PINNED_SHARE = 4 / 3
-"""Memory that pinned tensors take, as a multiple of their bytes: each is rounded up to a power of two. Assumed."""
+"""Assumed ratio of the host memory that pinned tensors take to their bytes; each tensor's memory is rounded up to a
+power of two."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """The models in the trainer's ranks."""
+    """The models that the trainer's ranks hold: the policy, perhaps a critic, and frozen models."""
 
     policy: ModelShape
     critic: bool
-    """True if a critic is in these ranks. It has the policy's architecture."""
+    """True if the trainer's ranks also train a critic, which has the policy's architecture."""
     frozen: tuple[ModelShape, ...]
     trains_vision: bool = False
-    """True if the policy's media towers are trained, at least in part."""
+    """True if the policy's media towers (for images, videos, sounds) are trained, at least in part."""
 
     @property
     def trained(self) -> list[int]:
-        """Trained parameters of the policy, then of the critic if the run has one."""
+        """Numbers of trained parameters: the policy's, then the critic's if the ranks have one."""
         return [
             stage_parameters(self.policy, Layout(1), 0).trained(vision=self.trains_vision).all,
             *([critic_parameters(self)] if self.critic else []),
@@ -43,14 +44,14 @@ class Models:
 
 
 def critic_parameters(models: Models) -> int:
-    """Return the parameters of a critic, in the trainer or in a service."""
+    """Return the number of a critic's trained parameters, in the trainer or in a service."""
     return stage_parameters(models.policy, Layout(1), 0, critic=True).trained(vision=False).all
 
 
 def step_bytes(config: RunConfig, expert_bytes: int) -> int:
-    """Return the bytes of a step's groups, with answers of mean length and the maximum of media.
+    """Return the bytes of a step's groups, with answers of mean length and the maximum number of media tokens.
 
-    In conversations, the environment's messages count as media. `expert_bytes`: bytes of a token's routed experts.
+    In conversations, the environment's messages count as media. `expert_bytes` is the size of a token's routed experts.
     """
     prompt, samples = config.published_prompt_tokens, config.rollout.samples_per_prompt
     worst = worst_bytes(config, prompt, expert_bytes=expert_bytes)
@@ -69,7 +70,10 @@ def media_tokens(config: RunConfig) -> float:
 
 
 def state_bytes(config: RunConfig, models: Models, fixed: int, *, saved: bool = False) -> int:
-    """Return the bytes of all trained parameters: `fixed` bytes each, and moments, with `saved` as in checkpoints."""
+    """Return the bytes of all trained parameters and their optimizer moments; `fixed` is the bytes per parameter.
+
+    If `saved`, moments count with their size in checkpoints, else with their size in memory.
+    """
     optimizers = (config.trainer.optimizer, config.roles.critic.optimizer)
     moments = [one.saved_moment_bytes if saved else one.moment_bytes for one in optimizers]
     if saved and not config.trainer.checkpoint.moments:
@@ -78,12 +82,13 @@ def state_bytes(config: RunConfig, models: Models, fixed: int, *, saved: bool = 
 
 
 def checkpoint_bytes(config: RunConfig, models: Models) -> int:
-    """Return the bytes of a checkpoint, with a critic in the trainer's ranks: float32 main weights and two moments."""
+    """Return the bytes of a trainer's checkpoint: float32 main weights and two moments, also of a critic in its
+    ranks."""
     return state_bytes(config, models, 4, saved=True)
 
 
 def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
-    """Return the bytes of a checkpoint of a critic service, 0 if there is none."""
+    """Return the bytes of a critic service's checkpoint; 0 if the run has no critic service."""
     critic = config.roles.critic
     if not config.algorithm.needs_critic or critic.placement != "service":
         return 0
@@ -92,7 +97,7 @@ def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
 
 
 def kept_checkpoints(config: RunConfig, models: Models) -> int:
-    """Return the number of kept checkpoints: trainer.checkpoint.keep, or fewer because of max_bytes."""
+    """Return how many checkpoints a run keeps: trainer.checkpoint.keep, or fewer because of max_bytes."""
     settings, size = config.trainer.checkpoint, checkpoint_bytes(config, models)
     if not settings.max_bytes:
         return settings.keep
@@ -100,9 +105,10 @@ def kept_checkpoints(config: RunConfig, models: Models) -> int:
 
 
 def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int, judge_weights: int = 0) -> Bytes:
-    """Return the bytes of memory that the trainer's host needs; of several hosts the first, which holds the groups.
+    """Return the bytes of host memory that the trainer's host needs, by purpose.
 
-    `judge_weights`: bytes of the weights of all judges that sleep on the host.
+    If there are several hosts, this is the first, which holds the groups. `judge_weights` is the size of the weights of
+    all judges that sleep on the host, in bytes.
     """
     trainer, hosts = config.trainer, config.trainer.hosts
     found = {
@@ -130,7 +136,7 @@ def host_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
 
 
 def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: int) -> Bytes:
-    """Return the bytes of disk that the run's folder needs, by purpose."""
+    """Return the bytes of disk space that a run's folder needs, by purpose."""
     checkpoint, steps = config.trainer.checkpoint, config.run.steps
     kept = kept_checkpoints(config, models)
     files = steps
@@ -157,11 +163,12 @@ def disk_bytes(config: RunConfig, models: Models, element: int, expert_bytes: in
 
 
 MAX_REPEAT = 2
-"""Maximum ratio, in the trainer's packing, of tokens that attention processes to tokens in the row."""
+"""Maximum ratio of the tokens that attention processes to the tokens in the row; equals the limit in the trainer's
+packing."""
 
 
 def read_models(config: RunConfig) -> Models:
-    """Read the models in the trainer's ranks.
+    """Read the architectures of the models that the trainer's ranks hold, from their config.json.
 
     Raises:
         DataError: a model has no usable config.json.
@@ -178,15 +185,15 @@ def read_models(config: RunConfig) -> Models:
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Return the tokens of the longest prompt with the longest answer."""
+    """Return the maximum length of a prompt with its answer, in tokens."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def micro_batch(config: RunConfig, budget: int) -> MicroBatch:
-    """Return the largest micro-batch.
+    """Return the size of a run's largest micro-batch: `budget` tokens, or the longest sequence if longer.
 
-    Attention processes a shared prompt once per sample. The repetition is computed for prompts of maximal and answers
-    of mean length, and is at most MAX_REPEAT times the tokens of the row.
+    Attention processes a shared prompt once per sample. How many tokens this adds is estimated with prompts of maximum
+    and answers of mean length, and limited by MAX_REPEAT.
     """
     prompt, samples, answer = config.data.max_prompt_tokens, config.rollout.samples_per_prompt, mean_tokens(config)
     repeat = min(MAX_REPEAT, samples * (prompt + answer) / (prompt + samples * answer))
@@ -195,10 +202,10 @@ def micro_batch(config: RunConfig, budget: int) -> MicroBatch:
 
 
 def step_work(config: RunConfig, models: Models) -> StepWork:
-    """Return the work of a step with prompts of maximal and answers of mean length.
+    """Return how much the trainer computes in a step, with prompts of maximum and answers of mean length.
 
-    A pass without gradients (a frozen model, log-probs before several updates) counts as a third of one with them, and
-    a critic as much as the policy.
+    A forward pass alone (of a frozen model, or for log-probs before several updates) counts as a third of a training
+    pass. A critic counts as much as the policy.
     """
     trainer, rollout = config.trainer, config.rollout
     prompt, answer, trained = config.data.max_prompt_tokens, mean_tokens(config), 1 + models.critic
@@ -216,7 +223,7 @@ def step_work(config: RunConfig, models: Models) -> StepWork:
 
 
 def _tower_flops(config: RunConfig, models: Models) -> float:
-    """Return the FLOPs of all towers in a step whose groups have the maximum number of media tokens.
+    """Return the FLOPs of all media towers in a step whose groups have the maximum number of media tokens.
 
     An untrained tower runs once for a group's media, because its outputs are kept. A trained tower runs in each pass,
     and its backward pass counts twice. The towers of each frozen model and of a critic run once.
@@ -228,7 +235,7 @@ def _tower_flops(config: RunConfig, models: Models) -> float:
 
 
 def _flops_of_media_token(config: RunConfig, shape: ModelShape) -> float:
-    """Return the FLOPs of a tower's forward pass per media token, for the run's most expensive kind of media.
+    """Return the FLOPs per media token of a media tower's forward pass, for the run's most expensive kind of media.
 
     Without limits in [data], an image fills a prompt, and a video has two time steps that fill half a prompt each.
     """

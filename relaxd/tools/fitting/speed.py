@@ -17,63 +17,65 @@ from relaxd.models.shape import ModelShape
 from relaxd.tools.fitting.trainer_memory import Bytes
 
 EFFICIENCY = 0.52
-"""Share of an H200's peak that a single rank reaches."""
+"""Share of an H200's peak FLOPs per second that a single rank reaches in training passes."""
 TOWER_EFFICIENCY = 0.125
-"""Share of an H200's peak that a tower reaches on single images of 1,024 tokens. Measured: 0.105 to 0.155."""
+"""Share of an H200's peak FLOPs per second that a media tower reaches on single images of 1,024 tokens. Measured: 0.105
+to 0.155."""
 EXTRA_WORK = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
-"""Ratio of work with recomputation to work without it, by trainer.recompute."""
+"""Factor by which recomputation multiplies the FLOPs of a training pass, by trainer.recompute."""
 TENSOR_BYTES_PER_SECOND = 2.2e11
-"""Speed of collectives within a layer over NVLink, in bytes per second."""
+"""Speed of tensor-parallel collectives within a layer, over NVLink, in bytes per second."""
 EXCHANGE_BYTES_PER_SECOND = 1.0e11
-"""Speed of all-to-all, with the copies before and after it, in bytes per second."""
+"""Speed of all-to-all exchanges, including the copies before and after them, in bytes per second."""
 GRADIENT_BYTES_PER_SECOND = 3.0e11
-"""Speed of summing gradients and gathering weights, in bytes per second."""
+"""Speed at which ranks sum gradients and gather updated weights, in bytes per second."""
 OPTIMIZER_BYTES_PER_SECOND = 1.4e12
-"""Speed at which an update reads and writes memory, in bytes per second."""
+"""Speed at which an optimizer update reads and writes GPU memory, in bytes per second."""
 UPDATE_BYTES = 30
-"""Bytes per parameter that an update reads and writes."""
+"""Bytes of GPU memory that an optimizer update reads and writes per parameter."""
 OFFLOAD_SECONDS = 0.7e-9
-"""Seconds per parameter of an update in host memory, by all ranks of a host together."""
+"""Seconds per parameter that an optimizer update in host memory takes all ranks of a host together."""
 SCHEDULE = 20
-"""Micro-batches of a pipeline schedule per stage except the last, as in services/trainer/batch/step_plan.py."""
+"""Maximum micro-batches of a pipeline schedule, divided by the number of stages minus 1; equals
+services/trainer/batch/step_plan.py."""
 FULLNESS = 0.9
-"""Average ratio of a micro-batch's tokens to its budget."""
+"""Average share of a micro-batch's token budget that its sequences fill."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of a step for the trainer."""
+    """How much the trainer computes in a step: tokens, passes and updates."""
 
     tokens: float
-    """Number of tokens of the step's rows."""
+    """Number of tokens in all rows of the step."""
     attended: float
-    """Number of pairs of tokens in which one attends to the other."""
+    """Number of (token, attended token) pairs that attention computes in the step."""
     micro_batch_tokens: int
     updates: int = 1
-    """Number of optimizer updates."""
+    """Number of optimizer updates in the step."""
     passes: float = 1.0
-    """Number of training passes over the tokens."""
+    """Number of training passes over the step's tokens; a forward pass alone counts as a third."""
     mini_batches: int = 1
-    """Number of parts of the step, each of which has a separate pipeline schedule."""
+    """Number of mini-batches of the step, each of which has a separate pipeline schedule."""
     tower_flops: float = 0.0
-    """FLOPs of the towers in all passes together."""
+    """FLOPs of the media towers in the whole step, all passes together."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a step by purpose."""
+    """Predicted seconds of the trainer's part of a step, by purpose."""
 
     compute: float
     bubble: float
-    """Seconds of filling and draining the pipeline, and of waiting for its slowest stage."""
+    """Seconds in which ranks are idle while the pipeline fills and drains, or wait for its slowest stage."""
     communication: float
     update: float
     towers: float
-    """Seconds of the towers' passes, which all later stages wait for."""
+    """Seconds of the media towers' passes, for which all later pipeline stages wait."""
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
+        """Predicted seconds of the trainer's part of a step: the sum over all purposes."""
         return self.compute + self.bubble + self.communication + self.update + self.towers
 
 
@@ -108,12 +110,13 @@ def predict(shape: ModelShape, layout: Layout, work: StepWork, element: int = 2)
 
 
 def micro_batches(layout: Layout, work: StepWork) -> float:
-    """Return the average number of micro-batches of a data-parallel rank per update."""
+    """Return the average number of micro-batches that a data-parallel rank processes per optimizer update."""
     return work.tokens / work.mini_batches / (FULLNESS * work.micro_batch_tokens) / layout.data
 
 
 def _communication(shape: ModelShape, layout: Layout, tokens: float, element: int) -> float:
-    """Return the seconds of collectives within layers: bytes of one rank over the speed of the links."""
+    """Return the seconds that a training pass over the step spends sending: a rank's bytes, divided by the links'
+    speed."""
     layers = layout.stage_layers(shape)
     here = tokens * element / layout.data  # bytes of one channel of the rows of one replica
     seconds = 0.0
@@ -133,7 +136,10 @@ def _communication(shape: ModelShape, layout: Layout, tokens: float, element: in
 
 
 def _update(shape: ModelShape, layout: Layout, element: int, micro_batches: float) -> float:
-    """Return the seconds of an update. Sharded gradients are summed over ranks once per micro-batch."""
+    """Return the seconds of an optimizer update, including the sum of gradients over ranks.
+
+    Sharded gradients are summed once per micro-batch, others once per update.
+    """
     own = stage_parameters(shape, layout, 0)
     sharing, expert_sharing = layout.data * layout.context, layout.expert_data
     sharded = own.dense / sharing + own.experts / expert_sharing
@@ -146,13 +152,13 @@ def _update(shape: ModelShape, layout: Layout, element: int, micro_batches: floa
 
 
 GRADIENT_BYTES = 4
-"""Bytes of an element of a gradient, which is float32."""
+"""Bytes per element of gradients, which are float32."""
 
 
 def crossing_bytes(shape: ModelShape, layout: Layout, work: StepWork, hosts: int, element: int) -> Bytes:
-    """Return the bytes that a host sends to other hosts per step, by kind; for each kind the maximum over hosts.
+    """Return the bytes that a host sends to other hosts per step, by kind of data; of each kind the maximum over hosts.
 
-    `element`: bytes of a weight and of an activation. The result is empty for one host.
+    `element` is the bytes per element of weights and activations. Returns {} if there is only one host.
     """
     if hosts == 1:
         return {}
@@ -181,7 +187,8 @@ def crossing_bytes(shape: ModelShape, layout: Layout, work: StepWork, hosts: int
 
 
 def groups(layout: Layout, kind: str) -> list[list[int]]:
-    """Return the ranks of each group of a kind: "data and context", "context", "expert" or "expert data"."""
+    """Return all process groups of a kind, as lists of ranks. Kinds: "data and context", "context", "expert" and
+    "expert data"."""
     stage = layout.ranks // layout.pipeline
     # By kind: distance between neighbouring ranks of a group, and number of ranks in a group.
     apart, size = {
@@ -195,7 +202,10 @@ def groups(layout: Layout, kind: str) -> list[list[int]]:
 
 
 def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
-    """Return how many times a ring's buffer one host's ranks send to other hosts; the maximum over hosts."""
+    """Return how much a host's ranks send to other hosts in ring collectives, in units of a ring's buffer.
+
+    `each` is the number of ranks per host. The result is the maximum over hosts.
+    """
     return _largest_sum(
         (rank // each, (len(ring) - 1) / len(ring))
         for ring in rings
@@ -205,7 +215,10 @@ def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
-    """Return how many times a rank's rows one host's ranks send to other hosts; the maximum over hosts."""
+    """Return how much a host's ranks send to other hosts in an all-to-all exchange, in units of a rank's rows.
+
+    `each` is the number of ranks per host. The result is the maximum over hosts.
+    """
     return _largest_sum(
         (rank // each, sum(other // each != rank // each for other in group) / len(group))
         for group in rank_groups
@@ -214,7 +227,11 @@ def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _between_stages(layout: Layout, each: int) -> float:
-    """Return how many times one host's ranks send rows to other hosts' stages, both ways; the maximum over hosts."""
+    """Return how much a host's ranks send to pipeline stages on other hosts, in units of a rank's rows.
+
+    Counts rows forward and their gradients backward. `each` is the number of ranks per host. The result is the maximum
+    over hosts.
+    """
     stage = layout.ranks // layout.pipeline
     pairs = ((rank, (rank + stage) % layout.ranks) for rank in range(layout.ranks))
     # Rows go from the last stage back to the first one, except after the last chunk.
@@ -227,7 +244,7 @@ def _between_stages(layout: Layout, each: int) -> float:
 
 
 def _largest_sum(sent: Iterable[tuple[int, float]]) -> float:
-    """Sum the amounts of each host, and return the largest sum. `sent`: pairs of host and amount."""
+    """Return the largest total amount that a host sends; `sent` has (host, amount) pairs."""
     sums: dict[int, float] = {}
     for host, amount in sent:
         sums[host] = sums.get(host, 0.0) + amount

@@ -21,13 +21,14 @@ from relaxd.tools.fitting.activations import (
 )
 
 LEAST_PARAMETERS = 40_000_000
-"""Minimum number of parameters of a bucket except the last; one million per data-parallel rank, if that is more."""
+"""Minimum number of parameters in a gradient bucket, except the last; with more than 40 data-parallel ranks the minimum
+is a million per rank."""
 
 
 def buckets_in_memory(
     shape: ModelShape, layout: Layout, stage: int, *, critic: bool = False, least: int | None = None
 ) -> int:
-    """Return the maximum bytes of the buckets that a rank holds at once.
+    """Return the maximum bytes of gradient buckets that a rank holds at the same time, with sharded gradients.
 
     Dense parameters and experts each have two neighbouring buckets, because a layer may span both, and with overlapped
     reduction a third that is being reduced. The bucket of a tied embedding exists all the time, because its gradients
@@ -35,9 +36,9 @@ def buckets_in_memory(
 
     Args:
         shape: the model.
-        layout: its division among ranks.
+        layout: the model's division among ranks.
         stage: the pipeline stage.
-        critic: whether the model is a critic.
+        critic: True if the model is a critic.
         least: minimum number of parameters of a bucket; None: Megatron's choice.
     """
     least = least or max(LEAST_PARAMETERS, 1_000_000 * layout.data)
@@ -53,9 +54,9 @@ def buckets_in_memory(
 
 
 def _parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: bool) -> tuple[list[int], list[int]]:
-    """Return the sizes of a stage's dense parameters, and of its experts' parameters.
+    """Return the element counts of a pipeline stage's dense parameter tensors, and of its experts' tensors, on a rank.
 
-    The small parameters of a layer count as one.
+    The small tensors of a layer are counted as one tensor.
     """
     tensor, hidden, experts = layout.tensor, shape.hidden, shape.experts
     ffn = shape.ffn if experts is None else experts.shared_ffn
@@ -76,7 +77,8 @@ def _parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: bool) 
 
 
 def _buckets(parameters: Sequence[int], least: int) -> list[int]:
-    """Return the sizes of buckets, the first of which has the last parameters."""
+    """Divide parameter tensors into gradient buckets, from the last tensor to the first, and return the buckets'
+    numbers of parameters."""
     found, size = [], 0
     for count in reversed(parameters):
         size += count
@@ -91,32 +93,33 @@ def _largest(buckets: Sequence[int], neighbours: int) -> int:
 
 
 PROCESS_BYTES = 2 << 30
-"""Assumed bytes of a process beside its tensors: CUDA's context, cuBLAS's and cuDNN's workspaces, kernels, NCCL."""
+"""Assumed GPU bytes of a rank's process in addition to its tensors: CUDA's context, cuBLAS's and cuDNN's workspaces,
+kernels, NCCL."""
 USABLE_SHARE = 0.95
-"""Share of a GPU's memory that tensors can fill: the allocator leaves gaps. A run that needed 0.955 of an H200 failed
-(docs/benchmarks.md, 4 B without recompute), and one that needed as much succeeded (1.7 B, 57,344 tokens)."""
+"""Share of a GPU's memory that can be filled; the rest are gaps that the allocator leaves. Of two runs that needed
+0.955 of an H200, one failed (docs/benchmarks.md, 4 B without recompute) and one succeeded (1.7 B, 57,344 tokens)."""
 
 Bytes = dict[str, int]
-"""Bytes by purpose."""
+"""Bytes of memory, disk or messages, by purpose, such as {"weights": ..., "gradients": ...}."""
 
 
 @dataclass(frozen=True)
 class TrainedModelShape:
-    """A model that a rank trains."""
+    """Shape of a model that a rank trains, and where and how its optimizer's state is kept."""
 
     name: str
-    """"" for the policy, or "critic"."""
+    """The trained model: "" for the policy, or "critic"."""
     shape: ModelShape
     offload: bool
-    """True if its optimizer's state is in the host's memory."""
+    """True if the state of the model's optimizer is in host memory, not on the GPU."""
     moment_bytes: float = 8
-    """Bytes of the two moments of a parameter."""
+    """Bytes per parameter of the optimizer's two moments together."""
     trains_vision: bool = False
-    """True if its vision tower is trained, or a part of that."""
+    """True if the model's vision tower is trained, at least in part."""
 
 
 def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, element: int) -> Bytes:
-    """Return the bytes that a rank holds of a trained model all the time.
+    """Return the bytes that a rank holds of a trained model at all times: weights, gradients and optimizer state.
 
     Gradients are in float32. The optimizer's state (float32 main weights, if the model computes in bfloat16, and two
     moments) and sharded gradients are divided among the ranks that have the same parameters.
@@ -135,16 +138,17 @@ def weights_and_state(model: TrainedModelShape, layout: Layout, stage: int, elem
 
 
 def sharded_parameters(own: Parameters, layout: Layout) -> int:
-    """Return the number of parameters whose optimizer state and sharded gradients a rank holds."""
+    """Return the number of parameters of which a rank holds the optimizer state, and the gradients if they are
+    sharded."""
     return own.dense // (layout.data * layout.context) + own.experts // layout.expert_data
 
 
 def in_flight(layout: Layout, stage: int) -> Fraction:
-    """Return the number of micro-batches whose activations a stage holds at once, in Megatron's 1F1B schedule.
+    """Return the number of micro-batches whose activations a pipeline stage holds at once, in Megatron's 1F1B schedule.
 
-    Before its first backward pass, a stage with several chunks takes one micro-batch per stage through each chunk
-    except the last, and then two per later stage. It holds more if a schedule's micro-batches aren't a multiple of the
-    stages.
+    A fraction, because a stage with several chunks holds a micro-batch's activations for some of its chunks. Before its
+    first backward pass, such a stage takes one micro-batch per stage through each chunk except the last, and then two
+    per later stage. The real number is higher if the micro-batches aren't a multiple of the stages.
     """
     chunks, behind = layout.pipeline_chunks, layout.pipeline - stage - 1
     if chunks == 1:
@@ -155,7 +159,7 @@ def in_flight(layout: Layout, stage: int) -> Fraction:
 def training_bytes(
     shape: ModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int, *, critic: bool = False
 ) -> Bytes:
-    """Return the peak bytes of activations and of the backward pass on a rank of a stage.
+    """Return the peak bytes that training passes need on a rank of a pipeline stage: activations, logits, work space.
 
     A critic has no logits.
     """
@@ -173,7 +177,10 @@ def training_bytes(
 
 
 def _on_gpu(parts: Bytes, layout: Layout, layers: int, micro_batches: Fraction) -> Bytes:
-    """Return the activations that stay on a GPU: those above the host's limit, and at least about two layers'."""
+    """Return the bytes of activations that stay on a GPU, by part.
+
+    They are those that exceed layout.activations_on_host, and at least about two layers'.
+    """
     total = int(sum(parts.values()) * micro_batches)
     moved = min(layout.activations_on_host, max(0, total - 2 * sum(parts.values()) // layers))
     return {
@@ -191,16 +198,16 @@ def trainer_stage(
     *,
     bucket_bytes: int = 0,
 ) -> Bytes:
-    """Return the peak memory of tensors on a rank of a stage.
+    """Return the peak bytes of tensors on a trainer's rank of a pipeline stage, by purpose.
 
     Args:
-        models: the policy, and a critic if any, which take turns: each has the activations of one pass.
-        frozen: models beside them that aren't trained.
-        layout: the division of each model.
-        stage: the stage.
+        models: the policy, and a critic if any. They train one after the other, so activations count once.
+        frozen: further models on the rank, which aren't trained.
+        layout: the division of each model among ranks.
+        stage: the pipeline stage.
         batch: the largest micro-batch.
-        gpu_bytes: memory of the GPU.
-        bucket_bytes: bytes of a weight bucket; the next one is gathered while one is sent.
+        gpu_bytes: total memory of the GPU, in bytes.
+        bucket_bytes: bytes of a weight bucket; two exist at a time, because one is gathered while another is sent.
     """
     found: Bytes = {}
     for model in models:
@@ -216,7 +223,7 @@ def trainer_stage(
 
 
 def critic_stage(model: TrainedModelShape, layout: Layout, stage: int, batch: MicroBatch, gpu_bytes: int) -> Bytes:
-    """Return the peak memory of tensors on one rank of a critic replica."""
+    """Return the peak bytes of tensors on a critic service's rank of a pipeline stage, by purpose."""
     state = weights_and_state(model, layout, stage, batch.element)
     own = {name.removeprefix(f"{model.name} "): size for name, size in state.items()}
     if layout.shard_gradients and (buckets := buckets_in_memory(model.shape, layout, stage, critic=True)):
@@ -225,7 +232,7 @@ def critic_stage(model: TrainedModelShape, layout: Layout, stage: int, batch: Mi
 
 
 def frozen_stage(shapes: Sequence[ModelShape], layout: Layout, stage: int, batch: MicroBatch) -> Bytes:
-    """Return the memory of one rank of a replica that serves frozen models: the weights of all, and the work space."""
+    """Return the bytes of tensors on a rank of a service for frozen models: the weights of all, and work space."""
     return {
         "weights": sum(stage_parameters(shape, layout, stage).all for shape in shapes) * batch.element,
         "work space": max(forward_work(shape, layout, batch) for shape in shapes),
@@ -233,24 +240,24 @@ def frozen_stage(shapes: Sequence[ModelShape], layout: Layout, stage: int, batch
 
 
 class FitError(ValueError):
-    """A setting makes the computation impossible. The message names it, its value, and what would be right."""
+    """A setting makes it impossible to compute the memory. The message has the setting, its value and what is valid."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs of a run."""
+    """Memory and number of the GPUs on which a run is to fit."""
 
     gpu_bytes: int
-    """Memory of one GPU in bytes."""
+    """Total memory of each GPU, in bytes."""
     gpus_per_node: int
 
     @property
     def room(self) -> int:
-        """Bytes of a GPU that can be filled."""
+        """Bytes of each GPU's memory that a run can fill."""
         return int(USABLE_SHARE * self.gpu_bytes)
 
     def check(self, setting: str, gpus: int, nodes: int = 1) -> None:
-        """Raise FitError if a role needs more GPUs than its nodes have."""
+        """Raise FitError if `setting` asks for more GPUs than `nodes` nodes have."""
         if gpus <= self.gpus_per_node * nodes:
             return
         place = "a replica's GPUs are on one node, which has"
@@ -261,21 +268,21 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Held:
-    """Peak bytes of a GPU in one role."""
+    """Peak memory that a role needs on a GPU, and the memory that there is."""
 
     role: str
     place: str
-    """Name of the GPU, or of the turn, that has this peak; "" if all are equal."""
+    """Where or when the role has this peak, such as "stage 1" or the turn "train"; "" if all its GPUs are alike."""
     bytes: Bytes
     room: int
-    """Bytes that the GPU may hold."""
+    """Bytes of the GPU's memory that the role may fill."""
 
     @property
     def total(self) -> int:
-        """Sum of all parts in bytes."""
+        """Peak bytes on the GPU, all purposes together."""
         return sum(self.bytes.values())
 
     @property
     def fits(self) -> bool:
-        """True if the bytes fit."""
+        """True if the role's peak doesn't exceed the memory that it may fill."""
         return self.total <= self.room

@@ -14,37 +14,38 @@ WIDTH = 116
 
 
 class KeyFate(Enum):
-    """Outcome of a key's migration."""
+    """What became of a key of verl's configuration in the migration."""
 
     WRITTEN = auto()
-    """The key was converted to settings."""
+    """The key was converted to settings of relaxd."""
     NOTED = auto()
-    """The key is covered by a note."""
+    """The key wasn't converted, but a note is about it."""
     LOST = auto()
-    """The key has no equivalent."""
+    """The key has no equivalent in relaxd."""
     IDLE = auto()
-    """The key is off, or sets what relaxd does anyway."""
+    """The key needs no conversion: its feature is off, or relaxd does what it says anyway."""
 
 
 @dataclass
 class Migrated:
-    """A migrated configuration and the fate of each of its keys."""
+    """Result of migrating a verl configuration: relaxd's settings, and what became of each of verl's keys."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """relaxd's settings by dotted name."""
+    """The migrated configuration: relaxd's settings by dotted name."""
     notes: list[str] = field(default_factory=list)
-    """Notes on what a person must check."""
+    """Notes for the user: what to check or change in the migrated configuration."""
     lost: list[tuple[str, Any, str]] = field(default_factory=list)
-    """Every key without an equivalent: its name, its value, and why."""
+    """verl's keys without an equivalent, as (name, value, reason)."""
     idle: list[tuple[str, Any]] = field(default_factory=list)
-    """Every key that is off, or sets what relaxd does anyway, with its value."""
+    """verl's keys that need no conversion, as (name, value); see KeyFate.IDLE."""
     fates: dict[str, KeyFate] = field(default_factory=dict)
-    """Outcome of every key."""
+    """What became of each of verl's keys, by the key's name."""
     problems: list[str] = field(default_factory=list)
-    """Reasons why relaxd would refuse the settings."""
+    """Reasons why relaxd would refuse the migrated configuration."""
 
     def to_toml(self) -> str:
-        """Return everything as TOML: settings, then notes, lost and idle keys as comments."""
+        """Return the migrated configuration as TOML, followed by comments: notes, problems, and keys without an
+        equivalent or without effect."""
         sections: dict[str, list[str]] = {}
         for name, value in self.values.items():
             section, _, key = name.rpartition(".")
@@ -71,47 +72,48 @@ class Migrated:
 
 
 class Lost(Exception):
-    """A key's value has no equivalent; the message says why."""
+    """A key of verl's, or its value, has no equivalent in relaxd; the message says why."""
 
 
 class Reader:
-    """Converts verl's settings key by key, and keeps the results."""
+    """Gives conversions access to verl's settings, and collects the migrated configuration, key by key."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = given
         self.out = Migrated()
         self.key = ""
-        """The key that is being converted."""
+        """Name of verl's key that is being converted; "" before the first."""
         self._fate = KeyFate.IDLE
         self._writers: dict[str, str] = {}
-        """The key that wrote each setting."""
+        """For each written setting of relaxd: verl's key from which it was converted."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a key, whose name may leave out actor_rollout_ref."""
+        """Return the value of a key of verl's; the name may omit the prefix "actor_rollout_ref."."""
         value = self.given.get(ACTOR + name, self.given.get(name))
         return default if value is None else value
 
     def first(self, *names: str) -> Any:
-        """Return the value of the first of these keys with a value, because verl renames keys at times."""
+        """Return the value of the first of these keys that has one. For keys that verl's versions name differently."""
         return next((value for name in names if (value := self.get(name)) not in (None, "", "???")), None)
 
     def begin(self, key: str) -> None:
-        """Go on to the next key."""
+        """Start the conversion of a key of verl's."""
         self.key, self._fate = key, KeyFate.IDLE
 
     def end(self) -> None:
-        """Record the outcome of the current key: its settings, its notes, or neither."""
+        """Finish the conversion of the current key: record whether it led to settings, to notes, or to neither."""
         self.out.fates[self.key] = self._fate
         if self._fate is KeyFate.IDLE:
             self.out.idle.append((self.key, self.given[self.key]))
 
     def lose(self, why: str) -> None:
-        """Record that the key has no equivalent."""
+        """Record that the current key has no equivalent, with the reason."""
         self.out.fates[self.key] = KeyFate.LOST
         self.out.lost.append((self.key, self.given[self.key], why))
 
     def set(self, name: str, value: Any) -> None:
-        """Write a setting. If two keys give it different values, add a note."""
+        """Write a setting of relaxd into the migrated configuration. If another key gave the setting another value, add
+        a note."""
         before = self.out.values.get(name)
         if before is not None and before != value and (writer := self._writers.get(name)) not in (None, self.key):
             self.out.notes.append(f"{name}: {toml(value)} of {self.key}, and not {toml(before)} of {writer}")
@@ -121,7 +123,7 @@ class Reader:
         self._fate = KeyFate.WRITTEN
 
     def note(self, text: str) -> None:
-        """Add a note."""
+        """Add a note for the user to the migrated configuration, unless it has the same note."""
         if text not in self.out.notes:
             self.out.notes.append(text)
         if self._fate is KeyFate.IDLE:
@@ -129,7 +131,7 @@ class Reader:
 
 
 def listed(value: Any) -> list[str]:
-    """Return a list of texts, given a text, a list or None."""
+    """Convert a configuration value to a list of texts; a text becomes a list of one, None an empty list."""
     return [value] if isinstance(value, str) else [str(one) for one in value or ()]
 
 
@@ -191,11 +193,12 @@ _REASONS: Mapping[str, str] = {
     r"model_engine|.*@.*": "files that hydra adds aren't read",
     r"~.*": "nothing is deleted: leave the key out of what is migrated",
 }
-"""Reasons why keys have no equivalent, by patterns of their names without actor_rollout_ref; the first match counts."""
+"""Reasons why keys of verl's have no equivalent, by pattern of the key's name without "actor_rollout_ref."; the first
+matching pattern counts."""
 
 
 def reason(name: str) -> str:
-    """Return why a key without an equivalent has none; `name` is without actor_rollout_ref."""
+    """Return why a key of verl's has no equivalent in relaxd; `name` is without "actor_rollout_ref."."""
     return next((why for pattern, why in _REASONS.items() if re.fullmatch(pattern, name)), "there is no such setting")
 
 
@@ -224,7 +227,8 @@ _OFF_WITHOUT: Mapping[str, str] = {
     r"transfer_queue\..*": "transfer_queue.enable",
     r"skip\..*": "skip.rollout.enable",
 }
-"""Key that switches a feature on, by pattern of the feature's keys without actor_rollout_ref."""
+"""For patterns of verl's keys (without "actor_rollout_ref."): the key that switches on the feature of the matching
+keys."""
 _OFF: Mapping[str, Callable[[Reader], bool]] = {
     r"(.*\.)?_target_": lambda reader: True,
     r"critic\..*": lambda reader: reader.out.values["algorithm.name"] != "ppo" and not reader.get("critic.enable"),
@@ -243,10 +247,11 @@ _OFF: Mapping[str, Callable[[Reader], bool]] = {
     r"trainer\.resume_from_path": lambda reader: reader.get("trainer.resume_mode", "auto") != "resume_path",
     r"trainer\.v1\.(?!trainer_mode).*": lambda reader: reader.get("trainer.v1.trainer_mode", "sync") == "sync",
 }
-"""Test whether other keys disable a key, by pattern of the key without actor_rollout_ref."""
+"""For patterns of verl's keys (without "actor_rollout_ref."): a function that returns True if the matching keys have no
+effect in the configuration."""
 
 
 def is_off(reader: Reader, name: str) -> bool:
-    """Return whether verl ignores a key because its feature is off; `name` is without actor_rollout_ref."""
+    """Return True if verl ignores a key because its feature is off; `name` is without "actor_rollout_ref."."""
     without = any(re.fullmatch(pattern, name) and not reader.get(key) for pattern, key in _OFF_WITHOUT.items())
     return without or any(re.fullmatch(pattern, name) and off(reader) for pattern, off in _OFF.items())

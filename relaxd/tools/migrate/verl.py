@@ -1,5 +1,6 @@
-"""verl's configurations: hydra YAML, scripts and command lines with dotted overrides, read and converted to relaxd's
-settings. The conversions of data and evaluations are here, those of training and of rewards in files of their own.
+"""Reads verl's configurations (hydra YAML, scripts and command lines with dotted overrides) and converts them to
+relaxd's settings. The conversions of data and evaluations are here, those of training and of rewards in files of their
+own.
 """
 
 import re
@@ -17,11 +18,11 @@ from relaxd.tools.migrate.verl_rewards import REWARDS, REWARDS_BY_PATTERN, add_t
 from relaxd.tools.migrate.verl_training import TRAINING, Conversion, algorithm_of, complete_training, converted, off
 
 _PLAIN = ("test", "val", "valid", "validation", "dev", "eval", "train")
-"""File names that say nothing without their folder."""
+"""Data file names, such as "test", that don't identify an evaluation set without the folder's name."""
 
 
 def complete_data(reader: Reader) -> None:
-    """Add notes on paths that aren't resolved; change no settings."""
+    """Add notes on data paths that contain variables or ~, which the migration doesn't resolve."""
     paths = [*listed(reader.get("data.train_files")), *listed(reader.get("data.val_files"))]
     for mark, why in (("$", "has variables, which are not resolved"), ("~", "begins with ~, which is not resolved")):
         if found := next((path for path in paths if (mark in path if mark == "$" else path.startswith(mark))), None):
@@ -47,7 +48,7 @@ def _train_most(reader: Reader, value: Any) -> None:
 
 
 def _sets(reader: Reader, value: Any) -> None:
-    """Write eval.sets: a set for each file."""
+    """Convert verl's validation files and their sampling to eval.sets, with a set for each file."""
     files = listed(reader.get("data.val_files"))
     if not files:
         if reader.key != "data.val_files":
@@ -64,7 +65,7 @@ def _sets(reader: Reader, value: Any) -> None:
 
 
 def _sampling(reader: Reader) -> dict[str, Any]:
-    """Return the sampling of a set; empty for a single greedy answer."""
+    """Return the sampling settings of an evaluation set; {} for one greedy answer per prompt."""
     n = int(reader.get("rollout.val_kwargs.n", 1))
     temperature = float(reader.get("rollout.val_kwargs.temperature", 0))
     if temperature <= 0:
@@ -82,7 +83,8 @@ def _sampling(reader: Reader) -> dict[str, Any]:
 
 
 def _names(files: list[str]) -> list[str]:
-    """Return a name for each set: its file's, with the folder if the file's name alone means nothing."""
+    """Return a unique name for each file's evaluation set: the file's name, preceded by the folder's if the file's is
+    generic or occurs twice."""
     names: list[str] = []
     stems = [PurePosixPath(file).stem for file in files]
     for file, stem in zip(files, stems, strict=True):
@@ -117,21 +119,22 @@ DATA: dict[str, Conversion] = {
     "data.sampler.class_path": off("a sampler is written anew: it has choose(visit, record) (docs/curriculum.md)"),
     "data.sampler.class_name": off("a sampler is written anew: it has choose(visit, record) (docs/curriculum.md)"),
 }
-"""verl options that need conversion, not only renaming."""
+"""verl's keys of data and evaluations whose values must be converted, not only renamed, with the conversions."""
 
 
 _NAMES: dict[str, Equivalent] = {name: one for one in reversed(EQUIVALENTS) for name in one.names["verl"]}
 _CONVERSIONS = TRAINING | DATA | REWARDS
-"""Conversions of verl's options beyond renaming, by their names without actor_rollout_ref."""
+"""Conversions of all verl's keys that need more than renaming, by the key's name without "actor_rollout_ref."."""
 _TABLES = {
     "rollout.engine_kwargs.sglang": "rollout.sglang",
     "data.apply_chat_template_kwargs": "model.chat_template_arguments",
 }
-"""relaxd's table by verl's table with the same keys; scripts set the keys one by one."""
+"""verl's tables that relaxd has with the same keys, and relaxd's names of the tables. Scripts set the keys one by
+one."""
 
 
 def migrate(given: Mapping[str, Any]) -> Migrated:
-    """Convert verl's settings, by dotted name. `Migrated.fates` has the outcome of every key."""
+    """Convert verl's settings, given by dotted name, to a configuration of relaxd."""
     reader = Reader(given)
     reader.set("algorithm.name", algorithm_of(reader))
     reader.set("data.source", "files")
@@ -187,7 +190,7 @@ def _convert(reader: Reader, name: str, value: Any) -> None:
 
 
 def _into_table(reader: Reader, setting: str, key: str, value: Any) -> None:
-    """Add one key, or all keys, of a verl table to a setting that is a table."""
+    """Copy a key of a verl table, or all its keys if `key` is "", into a setting of relaxd that is a table."""
     found = {key: value} if key else dict(value or {})
     if given := {name: one for name, one in found.items() if one is not None}:
         reader.out.values[setting] = reader.out.values.get(setting, {}) | given
@@ -195,23 +198,25 @@ def _into_table(reader: Reader, setting: str, key: str, value: Any) -> None:
 
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:[.@/][\w@/-]+)+|model_engine)=(.*)", re.DOTALL)
-"""A hydra override. Other assignments in a script are shell variables, whose names have no dots."""
+"""Pattern of a hydra override, such as data.train_batch_size=8. A script's other assignments are shell variables, whose
+names have no dots."""
 _OTHERS = re.compile(r"(~[A-Za-z_][\w.@/-]*|--config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
-"""Other words that hydra accepts: deletions, and the names of files."""
+"""Pattern of other arguments that hydra accepts: deletions of keys (~KEY), and options that name configuration
+files."""
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,\s*([^{}]*?)\s*)?\}")
-"""An interpolation, with an optional default."""
+"""Pattern of an interpolation, such as ${data.train_batch_size}, with an optional default."""
 
 
 class VerlConfigError(ValueError):
-    """A configuration of verl that can't be read."""
+    """A verl configuration can't be read; the message says why."""
 
 
 def read_verl(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the settings of a verl configuration by dotted name.
+    """Read a verl configuration, and return its settings by dotted name.
 
     `path` is a YAML file, or a script that calls verl with overrides; `overrides` are words such as
-    "actor_rollout_ref.rollout.n=8", which win. Interpolations (${...}) of other keys are resolved, variables of a
-    script aren't. Raises VerlConfigError.
+    "actor_rollout_ref.rollout.n=8", which replace settings of the file. Interpolations (${...}) of other keys are
+    resolved, variables of a script aren't. Raises VerlConfigError.
     """
     try:
         import yaml
@@ -251,7 +256,8 @@ def _assignments(words: Sequence[str], parse: Any) -> dict[str, Any]:
 
 
 def _others(words: Sequence[str]) -> dict[str, Any]:
-    """Return hydra's arguments other than overrides, which are reported as lost."""
+    """Return a script's hydra arguments that aren't overrides, by name; the migration reports that they have no
+    equivalent."""
     found = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if match := _OTHERS.fullmatch(word.strip()):
@@ -270,7 +276,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _resolved(value: Any, found: Mapping[str, Any], parse: Any, depth: int = 0) -> Any:
-    """Return a value with interpolations such as ${data.train_batch_size} replaced by their values."""
+    """Replace interpolations such as ${data.train_batch_size} in a setting's value by the values of those settings."""
     if not isinstance(value, str) or depth > 10:
         return value
 
@@ -285,7 +291,8 @@ def _resolved(value: Any, found: Mapping[str, Any], parse: Any, depth: int = 0) 
 
 
 def _number(value: Any) -> Any:
-    """Return a text such as 1e-6 as a number: PyYAML's YAML 1.1 reads it as text."""
+    """Convert a text such as "1e-6" to a float, because PyYAML (YAML 1.1) reads such numbers as text; return other
+    values unchanged."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         return float(value)
     return value

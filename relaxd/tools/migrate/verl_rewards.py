@@ -1,4 +1,4 @@
-"""verl's settings of rewards, reward models, and tools, which become an environment or a reward."""
+"""Converts verl's settings of rewards, of reward models, and of tools, which become an environment or a reward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,22 +7,22 @@ from relaxd.tools.migrate.key_fates import KeyFate, Lost, Reader, reason
 from relaxd.tools.migrate.verl_training import Conversion, off
 
 MANAGERS = ("naive", "batch", "dapo")
-"""verl's reward managers that need no setting here."""
+"""Names of verl's reward managers that need no equivalent in relaxd."""
 TOOLS_FILE = ("rollout.multi_turn.tool_config_path", "data.tool_config_path")
-"""verl's keys for the path of the file that configures tools."""
+"""verl's keys for the path of the tools' configuration file, in different versions."""
 CALLS = "rollout.multi_turn.max_parallel_calls"
 FUNCTION = ("reward.custom_reward_function", "custom_reward_function")
-"""verl's section of a reward function, and its older name."""
+"""Name of verl's section for a custom reward function, in newer and older versions."""
 
 CONFINED = (
     "A reward function has no network and writes only temporary files: if yours calls an API or writes others, set "
     'reward.network = true or reward.writable = ["/path"]'
 )
-"""Note for a configuration with a reward function, which verl doesn't confine."""
+"""Note for configurations with a custom reward function: relaxd confines it, which verl doesn't."""
 
 
 def complete_rewards(reader: Reader) -> None:
-    """Add verl's implicit reward settings."""
+    """Add reward and judge settings that verl implies without naming them."""
     values = reader.out.values
     if "reward.name" not in values:
         values.setdefault("reward.choose_by", "data_source")
@@ -43,7 +43,7 @@ def _reward(reader: Reader, value: Any) -> None:
 
 
 def _settings(reader: Reader, value: Any, key: str) -> None:
-    """Add one of the function's keyword arguments, or a table of them."""
+    """Convert a keyword argument of verl's reward function, or a table of them, to reward.settings."""
     found = {key.removeprefix("."): value} if key else dict(value or {})
     if not found:
         return
@@ -76,7 +76,7 @@ def _workers(reader: Reader, value: Any) -> None:
 
 
 def _manager_arguments(reader: Reader, value: Any, key: str) -> None:
-    """Convert arguments of verl's reward manager: those of DAPO's penalty for long answers."""
+    """Convert the reward manager's arguments for DAPO's penalty of long answers; raise Lost for others."""
     flat = dict(_flat(value, key))
     if unknown := [name for name in flat if name not in _OVERLONG]:
         raise Lost(f"{', '.join(unknown)}: arguments of verl's reward manager; here a reward has reward.settings")
@@ -99,7 +99,7 @@ _OVERLONG = {
 
 
 def _overlong(reader: Reader, name: str) -> Any:
-    """Return an argument of verl's reward manager, from either place in verl's versions."""
+    """Return an argument of verl's reward manager, from the place where any of verl's versions has it."""
     older = name.replace("overlong_buffer_cfg", "overlong_buffer")
     for section in ("reward", "reward_model"):
         table = dict(_flat(reader.get(f"{section}.reward_kwargs", {}), ""))
@@ -110,7 +110,7 @@ def _overlong(reader: Reader, name: str) -> Any:
 
 
 def _flat(value: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Flatten a table to (dotted name, value) pairs."""
+    """Flatten a nested table of arguments to (dotted name, value) pairs; `prefix` begins the names."""
     if not isinstance(value, dict):
         return [(prefix.removeprefix(".").replace("overlong_buffer.", "overlong_buffer_cfg."), value)]
     return [pair for name, one in value.items() for pair in _flat(one, f"{prefix}.{name}")]
@@ -133,7 +133,10 @@ _JUDGE: dict[str, str] = {
 
 
 def _reward_model(reader: Reader, value: Any, key: str) -> None:
-    """Convert a key of an enabled reward model (disabled ones are off). A generative model becomes the judge."""
+    """Convert a key of an enabled reward model, which becomes relaxd's judge.
+
+    Raises Lost if there is no reward function to ask it, or the key has no equivalent.
+    """
     if not _path(reader):
         raise Lost(
             "a model that gives a number can't be a reward here: a judge writes, and a reward function asks it "
@@ -158,7 +161,8 @@ def _reward_model(reader: Reader, value: Any, key: str) -> None:
 
 
 def _has_conversations(reader: Reader) -> bool:
-    """Return True if verl's conversations use a tools file; here the environment verl_tools uses it."""
+    """Return True if verl's configuration has conversations with a tools file, which become the environment
+    verl_tools."""
     return bool(reader.get("rollout.multi_turn.enable") and reader.first(*TOOLS_FILE))
 
 
@@ -192,7 +196,7 @@ REWARDS: dict[str, Conversion] = {
     "rollout.multi_turn.enable": _conversation,
     "rollout.multi_turn.max_assistant_turns": _turns,
 }
-"""verl options that need conversion, not only renaming."""
+"""verl's keys of rewards whose values must be converted, not only renamed, with the conversions."""
 REWARDS_BY_PATTERN: tuple[tuple[str, Callable[[Reader, Any, str], None]], ...] = (
     (r"(?:reward\.)?custom_reward_function\.reward_kwargs(\..*|)", _settings),
     (r"(?:reward|reward_model)\.reward_kwargs(\..*|)", _manager_arguments),
@@ -203,7 +207,8 @@ REWARDS_BY_PATTERN: tuple[tuple[str, Callable[[Reader, Any, str], None]], ...] =
         _reward_model,
     ),
 )
-"""Conversions by pattern of keys; each gets the text that the pattern's group matched."""
+"""Patterns of verl's keys of rewards, and the conversion of matching keys, which gets the text of the pattern's
+group."""
 
 
 NOTE = "answers end after one turn; observations are not fed back"
@@ -214,13 +219,14 @@ CONVERSATIONS = (
     '[[reward.terms]] with name = "environment"',
     "data.max_prompt_tokens: the tools' schemas count in it, too",
 )
-"""Notes on conversations with verl's tools."""
+"""Notes for configurations whose conversations use verl's tools."""
 
 
 def add_tools(reader: Reader) -> None:
-    """Pass data.tools_file to the environment verl_tools or, without conversations, to the reward verl_tools.
+    """Configure what executes verl's tools: the environment verl_tools or, without conversations, the reward
+    verl_tools.
 
-    The reward verl_tools is added to the reward that the configuration names, if any.
+    If the configuration names another reward, verl_tools is added to it.
     """
     out, values, notes = reader.out, reader.out.values, reader.out.notes
     if "data.tools_file" not in values:

@@ -1,4 +1,4 @@
-"""verl's settings of the algorithm, the trainer and the engines."""
+"""Converts verl's settings of the algorithm, the trainer and the engines."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,13 +25,14 @@ Conversion = Callable[[Reader, Any], None]
 
 
 def algorithm_of(reader: Reader) -> str:
-    """Return algorithm.name: verl's loss mode if it is one of LOSSES, else the algorithm of the advantage estimator."""
+    """Return relaxd's algorithm.name for verl's settings: the loss mode if relaxd has an algorithm of that name, else
+    the algorithm with verl's advantage estimator, or "grpo"."""
     estimator, loss = reader.get("algorithm.adv_estimator", "gae"), reader.get("actor.policy_loss.loss_mode", "vanilla")
     return str(loss) if loss in LOSSES else ALGORITHMS.get(str(estimator), "grpo")
 
 
 def complete_training(reader: Reader) -> None:
-    """Add verl's implicit training settings."""
+    """Add settings that the configuration doesn't name but verl implies, such as defaults that differ from relaxd's."""
     values = reader.out.values
     if "run.steps" not in values:
         values["run.steps"] = 1000
@@ -71,13 +72,16 @@ _DEFAULTS: Mapping[str, Any] = {
     "rollout.max_new_tokens": 512,
     "trainer.optimizer.lr": 1e-6,
 }
-"""Defaults of verl that affect training and differ from relaxd's."""
+"""verl's defaults that affect training and differ from relaxd's, by relaxd's setting."""
 _MINI_BATCH = 256
-"""verl's default of ppo_mini_batch_size."""
+"""verl's default of ppo_mini_batch_size, in prompts."""
 
 
 def off(why: str = "", *, implied: tuple[Any, ...] = ()) -> Conversion:
-    """Return a conversion that raises Lost with the reason `why` unless the value is off or in `implied`."""
+    """Return a conversion for a feature that relaxd lacks: it raises Lost unless verl's value turns the feature off.
+
+    `why` is the reason to report; `implied` are further values that need no conversion.
+    """
 
     def convert(reader: Reader, value: Any) -> None:
         if value not in (None, False, 0, "", "null", -1, *implied):
@@ -87,12 +91,15 @@ def off(why: str = "", *, implied: tuple[Any, ...] = ()) -> Conversion:
 
 
 def converted(setting: str, convert: Callable[[Any], Any]) -> Conversion:
-    """Return a conversion that writes the value, changed by `convert`, to `setting`."""
+    """Return a conversion that passes verl's value through `convert`, and writes the result to relaxd's `setting`."""
     return lambda reader, value: reader.set(setting, convert(value))
 
 
 def renamed(setting: str, names: Mapping[str, str]) -> Conversion:
-    """Return a conversion that writes relaxd's name of the value to `setting`. `names`: relaxd's name by verl's."""
+    """Return a conversion that replaces verl's value by relaxd's name for it, and writes it to relaxd's `setting`.
+
+    `names` has relaxd's names by verl's. Other values raise Lost.
+    """
 
     def convert(reader: Reader, value: Any) -> None:
         if value not in names:
@@ -312,4 +319,4 @@ TRAINING: dict[str, Conversion] = {
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": converted("weights.bucket_bytes", _bucket_bytes),
     "model.lora_rank": off("there is no LoRA"),
 }
-"""verl options that need conversion, not only renaming."""
+"""verl's keys of training and engines whose values must be converted, not only renamed, with the conversions."""

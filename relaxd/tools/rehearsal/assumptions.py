@@ -22,34 +22,36 @@ from relaxd.engines import SCRIPTED
 from relaxd.models.shape import expert_dtype
 
 QUANTILES = 1000
-"""Number of length quantiles for computing a mean."""
+"""Number of quantiles by which the mean of a distribution, such as of answers' lengths, is computed."""
 REWARD = "relaxd.tools.rehearsal.stand_ins:scripted"
 ENVIRONMENT = "relaxd.tools.rehearsal.stand_ins:StandInEnvironment"
 MANY_STEPS = 1_000_000
 STEPS_IN_REDIS = 3
 """Maximum number of steps whose groups are in Redis at once: being generated, waiting, being trained."""
 LONG_TAIL = 1.5
-"""Approximate ratio of the mean to the median length of answers, for a spread of 0.9."""
+"""Estimated ratio of answers' mean length to their median length, for a log-normal spread of 0.9."""
 MIN_TOKENS = 64
-"""Minimum of the scaled-down token limit of answers. With fewer tokens, prompts and headers would dominate."""
+"""Minimum to which a rehearsal scales down the maximum length of answers, in tokens. In shorter answers' payloads,
+prompts and headers would dominate."""
 LEAST_WINDOW_SECONDS = 5.0
-"""Minimum of the autoscaler's scaled windows, in seconds, because it checks once a second at any time scale."""
+"""Minimum to which a rehearsal shortens the autoscaler's windows, in seconds. The autoscaler checks once a second at
+any time scale."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a rehearsal, and the divisors of its times and payloads."""
+    """Numbers of replicas in a rehearsal, and the divisors of its times and payloads."""
 
     rollout: int
-    """Rollout replicas."""
+    """Number of rollout replicas."""
     time: float
-    """Divisor of the assumed times."""
+    """Divisor by which all assumed times are shortened."""
     payload: int
-    """Divisor of the answers' lengths."""
+    """Divisor by which answers are shortened, and with them their payloads."""
     ranks: int = 1
     """Number of the trainer's ranks, all data-parallel."""
     agents: int = 0
-    """Agent replicas, for runs with conversations."""
+    """Number of agent replicas; 0 for runs without conversations."""
 
 
 def expert_bytes(config: RunConfig) -> int:
@@ -62,7 +64,7 @@ def expert_bytes(config: RunConfig) -> int:
 
 
 def held_bytes(config: RunConfig) -> float:
-    """Return the maximum bytes of groups that are held at the same time, with unscaled payloads.
+    """Return the maximum bytes of groups that Redis holds at the same time, without scaling of payloads.
 
     The media of a prompt count with EXPECTED_SHARE of their maximum, those of a conversation as the stand-in
     environment shows them.
@@ -81,9 +83,10 @@ def held_bytes(config: RunConfig) -> float:
 
 
 def payload_scale(config: RunConfig, memory_bytes: int) -> int:
-    """Return the power of two by which payloads have to be scaled down to fit into the memory.
+    """Return the power of two by which payloads must be divided so that the groups fit into `memory_bytes`.
 
-    With media it is 1, because only answers can be scaled, but the report would multiply the bytes of media, too.
+    MIN_TOKENS limits it. For runs with media it is 1: only answers can be shortened, but the report would multiply the
+    bytes of media, too.
     """
     if config.has_media:
         return 1
@@ -92,18 +95,21 @@ def payload_scale(config: RunConfig, memory_bytes: int) -> int:
 
 
 def admitted_groups(config: RunConfig) -> int:
-    """Return the number of groups that the gate admits at once."""
+    """Return the maximum number of groups that the gate admits at the same time."""
     return int(config.trainer.groups_per_step * (1 + config.board.max_staleness) * config.board.oversample)
 
 
 def median_tokens(config: RunConfig) -> int:
-    """Return the median tokens of an answer, or in conversations of one message of the model."""
+    """Return the median length of an answer, in tokens; in conversations, of each message that the model writes."""
     eighth = config.rollout.max_new_tokens // 8
     return config.rehearsal.median_tokens or max(1, eighth // (config.rehearsal.turns if config.agent.is_there else 1))
 
 
 def mean_of(median: float, most: float, spread: float, of_longest: int = 1) -> float:
-    """Return the mean of a log-normal quantity cut off at `most`, or the mean maximum of `of_longest` quantities."""
+    """Return the mean of a log-normal distribution whose values are limited to `most`.
+
+    With `of_longest` above 1: the mean of the largest of that number of values.
+    """
     normal = NormalDist()
     shares = ((number + 0.5) / QUANTILES for number in range(QUANTILES))
     quantiles = (math.exp(spread * normal.inv_cdf(share ** (1 / of_longest))) for share in shares)
@@ -111,23 +117,24 @@ def mean_of(median: float, most: float, spread: float, of_longest: int = 1) -> f
 
 
 def mean_turns(config: RunConfig) -> float:
-    """Return the mean number of the model's messages per sample."""
+    """Return the mean number of messages that the model writes per sample; 1 without conversations."""
     own = config.rehearsal
     return mean_of(own.turns, config.agent.max_turns, own.spread) if config.agent.is_there else 1.0
 
 
 def mean_tokens(config: RunConfig, of_longest: int = 1) -> float:
-    """Return the mean tokens that the model generates for a sample, or for the longest of `of_longest` samples."""
+    """Return the mean number of tokens that the model generates per sample, or for the longest of `of_longest`
+    samples."""
     most, median = config.rollout.max_new_tokens, median_tokens(config) * mean_turns(config)
     return mean_of(median, most, config.rehearsal.spread, of_longest)
 
 
 def least_step_seconds(config: RunConfig, rollout: int, agents: int = 0) -> float:
-    """Return the minimum mean seconds of a step with a number of rollout and agent replicas.
+    """Return the seconds that a step takes at least on average, with these numbers of rollout and agent replicas.
 
-    The slowest part determines them: generating the step's tokens in the busy engines, training on them, or passing the
-    gate, which admits a limited number of groups, and the agents, which hold a limited number of samples. A group takes
-    as long as its longest answer.
+    The slowest of three limits determines the time: generating the step's tokens in the busy engines, training on them,
+    and the number of groups in progress, which the gate and the agents limit. A group takes as long as its longest
+    answer.
     """
     own, groups, samples = config.rehearsal, config.trainer.groups_per_step, config.rollout.samples_per_prompt
     tokens, admitted = groups * samples * mean_tokens(config), float(admitted_groups(config))
@@ -143,13 +150,13 @@ def least_step_seconds(config: RunConfig, rollout: int, agents: int = 0) -> floa
 
 
 def _tool_seconds(config: RunConfig) -> float:
-    """Return the mean seconds of a conversation spent on its environment; 0 without conversations."""
+    """Return the mean seconds that a conversation waits for its environment; 0 without conversations."""
     own = config.rehearsal
     return mean_turns(config) * mean_of(own.tool_seconds, math.inf, own.spread) if config.agent.is_there else 0.0
 
 
 def obstacle(config: RunConfig) -> str:
-    """Return the part of a run that can't be rehearsed; "" if there is none."""
+    """Return why a run can't be rehearsed with this configuration; "" if it can."""
     if config.run.colocate:
         return "run.colocate is true: trainer and engines that take turns can't be rehearsed"
     if "reference" in config.frozen_roles("service"):
@@ -173,11 +180,11 @@ def obstacle(config: RunConfig) -> str:
 
 
 def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> RunConfig:
-    """Return the configuration to rehearse.
+    """Return the configuration of a run's rehearsal.
 
     Args:
-        config: the run's own.
-        scale: the sizes.
+        config: the run's configuration.
+        scale: numbers of replicas, and divisors of times and payloads.
         model: folder with the tokenizer.
         folder: folder for the rehearsal's run.
     """
@@ -250,7 +257,7 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
 
 
 def _faster(autoscale: AutoscaleConfig, faster: float) -> dict[str, float]:
-    """Return the autoscaler's windows and cooldowns for steps that are `faster` times as fast."""
+    """Return the autoscaler's windows and cooldowns for a rehearsal that is `faster` times as fast as the run."""
     windows = {"out_seconds": autoscale.out_seconds, "in_seconds": autoscale.in_seconds}
     return {
         **{name: min(value, max(LEAST_WINDOW_SECONDS, value / faster)) for name, value in windows.items()},
@@ -262,9 +269,9 @@ def _faster(autoscale: AutoscaleConfig, faster: float) -> dict[str, float]:
 def _with_stand_in(
     agent: AgentConfig, prompt_media: Iterable[str], rehearsal: RehearsalConfig, shorter: int, *, is_byte: bool
 ) -> dict[str, Any]:
-    """Return the section [agent] with the same limits and the stand-in environment, which only takes time.
+    """Return the rehearsal's section [agent]: the run's limits, and an environment that only takes the assumed time.
 
-    The stand-in shows media if the run's environment may: the first kind in agent.media, else of the prompts' media.
+    The environment shows media if the run's may: the first kind in agent.media, or else of the prompts' media.
     """
     settings = {
         "turns": rehearsal.turns,
@@ -281,12 +288,14 @@ def _with_stand_in(
 
 
 def _shortened(source: DataSource, most: int, least: int) -> DataSource:
-    """Return a source with its answer limit, if any, changed to between `least` and `most` tokens."""
+    """Return a data source whose own limit of answers' lengths, if any, is changed to between `least` and `most`
+    tokens."""
     limit = source.max_new_tokens
     return source.model_copy(update={"max_new_tokens": limit and max(least, 1, min(limit, most))})
 
 
 def _updated(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """Return a changed configuration, unvalidated: the coordinator validates it when the run starts."""
+    """Return a copy of a configuration with changed sections. The copy isn't validated; the coordinator does that when
+    the run starts."""
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed)

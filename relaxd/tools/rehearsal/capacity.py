@@ -16,22 +16,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class AnsweredCall:
-    """One answered call."""
+    """A replica's call to the coordinator that was answered."""
 
     name: str
-    """Heartbeat or LeaseGpus."""
+    """Name of the called method: Heartbeat or LeaseGpus."""
     sent: float
-    """Seconds of the monotonic clock, which all processes of a machine share."""
+    """Time of sending, in seconds of the monotonic clock, which all processes of a machine share."""
     seconds: float
 
 
 def line(name: str, sent: float, seconds: float) -> str:
-    """Format a call as a line of a file of calls."""
+    """Format a call as a line of the files that `read_calls` reads."""
     return f"{name} {sent:.6f} {seconds:.6f}\n"
 
 
 def read_calls(folder: Path) -> list[AnsweredCall]:
-    """Read the calls of all processes. An incomplete line is left out."""
+    """Read the answered calls that all processes wrote into a folder. Incomplete lines are skipped."""
     calls = []
     for path in sorted(folder.glob("*.txt")):
         whole, _, _ = path.read_text().rpartition("\n")
@@ -41,12 +41,12 @@ def read_calls(folder: Path) -> list[AnsweredCall]:
 
 
 def p99(seconds: Sequence[float]) -> float | None:
-    """Return the 99th percentile; None without values."""
+    """Return the 99th percentile of durations, in seconds; None if there are none."""
     return sorted(seconds)[int(0.99 * (len(seconds) - 1))] if seconds else None
 
 
 CORES = 1.0
-"""Maximum processors that the coordinator should use."""
+"""Maximum number of processors that the coordinator should use."""
 HEARTBEAT_SECONDS = 0.1
 """Maximum p99 of Heartbeat, in seconds."""
 LEASE_SECONDS = 5.0
@@ -55,18 +55,18 @@ LEASE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class CallTimes:
-    """p99 of the replicas' calls to the coordinator, in seconds; None: there were none."""
+    """99th percentiles of the durations of replicas' calls to the coordinator, in seconds; None without calls."""
 
     heartbeat_at_rest: float | None
-    """p99 of heartbeats while the run was paused."""
+    """p99 of the Heartbeat calls while the run was paused, in seconds."""
     heartbeat_working: float | None
-    """p99 of heartbeats during steps at `time_scale` times their speed."""
+    """p99 of the Heartbeat calls while steps ran `time_scale` times as fast as in the real run, in seconds."""
     lease: float | None
-    """p99 of LeaseGpus while all replicas started."""
+    """p99 of the LeaseGpus calls while all replicas started, in seconds."""
 
 
 def call_times(calls: Sequence[AnsweredCall], working: tuple[float, float], rest: tuple[float, float]) -> CallTimes:
-    """Return p99 of the heartbeats sent in each window (monotonic times), and of all leases."""
+    """Return p99 of the Heartbeat calls sent in each window (monotonic times), and of all LeaseGpus calls."""
 
     def heartbeats(window: tuple[float, float]) -> float | None:
         return p99([one.seconds for one in calls if one.name == "Heartbeat" and window[0] <= one.sent <= window[1]])
@@ -82,7 +82,7 @@ def verdict(times: CallTimes, cores: float, replicas: int, *, busy_at_rest: bool
     Args:
         times: times that replicas waited for the coordinator's answers.
         cores: processors that the coordinator uses at the run's own speed.
-        replicas: rollout replicas.
+        replicas: number of rollout replicas.
         busy_at_rest: True if this machine had no idle processor at rest either, so that calls waited for one, too.
     """
     goals = [(f"uses {cores:.2g} of {CORES:g} cores", cores <= CORES)]
@@ -103,7 +103,7 @@ def verdict(times: CallTimes, cores: float, replicas: int, *, busy_at_rest: bool
 
 
 def calls_row(times: CallTimes, time_scale: float) -> str:
-    """Return p99 of the calls, for the report."""
+    """Format the 99th percentiles of the calls' durations as a row of the report."""
     parts = [
         f"Heartbeat p99 {_ms(times.heartbeat_at_rest)} at rest, "
         f"{_ms(times.heartbeat_working)} with steps {time_scale:g} times as fast",
@@ -124,21 +124,21 @@ SHARE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class HostLoad:
-    """Load of a rehearsal on its machine: needed and measured."""
+    """Processor load of a rehearsal on its machine: what the rehearsal needs, and what was measured."""
 
     cores: int
-    """Processors of the machine."""
+    """Number of processors of the machine."""
     machine_share: float
-    """Busy share of all processors."""
+    """Share of the machine's processors that was busy, including other programs."""
     idle_cores: float
-    """Processors that the rehearsal needs at rest."""
+    """Number of processors that the rehearsal needs while its run is paused."""
     step_seconds: float
     """Processor seconds that the rehearsal needs per step."""
     least_step_seconds: float
     """Minimum seconds of a step, at the run's own speed."""
     time_scale: float
     replicas: int
-    """Rollout replicas."""
+    """Number of rollout replicas."""
 
     @property
     def needed(self) -> float:
@@ -147,13 +147,14 @@ class HostLoad:
 
     @property
     def largest_time_scale(self) -> float:
-        """The largest time scale that this machine carries; less than 1: none."""
+        """The largest time scale for which this machine has enough processors; below 1, it cannot rehearse the run at
+        all."""
         free = SHARE * self.cores - self.idle_cores
         return free * self.least_step_seconds / self.step_seconds if self.step_seconds > 0 else math.inf
 
 
 def refusal(load: HostLoad) -> str:
-    """Return the reason why the steps' seconds are meaningless, with better numbers; "" if this machine was fast
+    """Return why the measured step times are meaningless, with options that would work; "" if this machine was fast
     enough."""
     if load.machine_share <= BUSY_MACHINE or load.needed <= SHARE * load.cores:
         return ""
@@ -171,7 +172,7 @@ def refusal(load: HostLoad) -> str:
 
 
 def doubt(load: HostLoad, own_share: float) -> str:
-    """Return the reason why the steps' seconds are only upper bounds; "" if nothing waited for a processor."""
+    """Return why the measured step times are only upper bounds; "" if nothing waited for a processor."""
     if load.machine_share <= BUSY_MACHINE:
         return ""
     return (
@@ -182,7 +183,7 @@ def doubt(load: HostLoad, own_share: float) -> str:
 
 
 def advice(machine_share: float) -> str:
-    """Return advice for a rehearsal in which no step ended."""
+    """Return advice on the options of a rehearsal in which no step ended."""
     if machine_share > BUSY_MACHINE:
         return (
             "a smaller --time-scale with a longer --seconds, a larger --payload-scale, or fewer --rollout replicas: "
@@ -192,7 +193,7 @@ def advice(machine_share: float) -> str:
 
 
 def _rounded_down(value: float) -> float:
-    """Return a value rounded down to two digits."""
+    """Return a value rounded down to two significant digits."""
     if not 1 <= value < math.inf:
         return value
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)

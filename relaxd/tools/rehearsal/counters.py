@@ -18,7 +18,7 @@ from relaxd.v1.coordinator_pb2 import WAIT_KIND_STAGE, Run, WaitKind
 from relaxd.v1.scaling_pb2 import Autoscaler
 
 SHOWN = 10
-"""Maximum number of decisions, and of changes of the number of replicas, to report."""
+"""Maximum number of autoscaler decisions, and of changes of the replica count, that the report lists."""
 
 
 @dataclass
@@ -28,13 +28,13 @@ class EngineNumbers:
     changes: list[tuple[float, int]]
     """Pairs of a time and the number of replicas from then on; the first pair is the start of the run."""
     mode: str = "off"
-    """autoscale.mode of the run; with "off" the number never changes."""
+    """Value of autoscale.mode in the run; with "off", the number of replicas never changes."""
     decisions: list[tuple[float, str]] = field(default_factory=list)
     """Decisions of the autoscaler, as pairs of time and text."""
 
     @property
     def last(self) -> int:
-        """Number of rollout replicas at the end."""
+        """Number of rollout replicas at the end of the run."""
         return self.changes[-1][1]
 
     @property
@@ -43,7 +43,7 @@ class EngineNumbers:
         return max(number for _, number in self.changes)
 
     def observe(self, time: float, found: Autoscaler) -> None:
-        """Add the autoscaler's state at a time. Times never decrease."""
+        """Record the autoscaler's replica count and its new decisions, observed at `time`. Times never decrease."""
         if found.replicas != self.last:
             self.changes.append((time, found.replicas))
         new = max(0, len(found.decisions) - len(self.decisions))
@@ -58,7 +58,7 @@ class EngineNumbers:
     def row(self, begin: float, end: float) -> str:
         """Format the numbers of replicas between two times, and the decisions until `end`, for the report.
 
-        If the number at rest, for which the control plane is judged, is another one, it follows.
+        The number at rest, for which the control plane is judged, is appended if it differs.
         Times of decisions are in seconds since the start of the run, as in progress lines.
         """
         spans = [(number, seconds) for number, seconds in self._spans(begin, end) if seconds >= 0.5]
@@ -69,7 +69,8 @@ class EngineNumbers:
         return f"{_shown(numbers, ', ')}. Decisions: {_shown(decided, '; ') or 'none'}"
 
     def _spans(self, begin: float, end: float) -> list[tuple[int, float]]:
-        """Return (number of replicas, seconds) for each span between two times."""
+        """Return pairs (number of replicas, seconds), one for each span between two times in which the number was
+        constant."""
         ends = [*(time for time, _ in self.changes[1:]), end]
         cut = (
             (number, min(until, end) - max(since, begin))
@@ -89,14 +90,14 @@ MACHINE = "machine"
 
 @dataclass(frozen=True)
 class Sample:
-    """All counters at one moment. They never decrease."""
+    """All counters of a rehearsal at one moment. They never decrease."""
 
     time: float
-    """Monotonic time."""
+    """Time of reading the counters, in seconds of the monotonic clock."""
     step: int
-    """Committed steps."""
+    """Number of committed steps."""
     cpu: Mapping[str, float]
-    """Processor seconds by role, children included, and of `MACHINE`."""
+    """Processor seconds by role, child processes included; the key `MACHINE` has those of the whole machine."""
     operations: int
     """Number of commands that Redis has executed."""
     written: int
@@ -107,32 +108,32 @@ class Sample:
 
 @dataclass
 class Counters:
-    """Samples a rehearsal in progress. Call `sample` several times a second."""
+    """Reads the counters of a rehearsal in progress. Call `sample` several times a second."""
 
     folder: StateFolder
-    """State folder of its services."""
+    """State folder of the rehearsal's services."""
     redis: "redis.Redis"
-    """Client of its Redis."""
+    """Client of the rehearsal's Redis."""
     coordinator: CoordinatorClient
     run_folder: Path
     run_id: str
     engines: EngineNumbers
     """Tracks the number of rollout replicas and the autoscaler's decisions."""
     waits: Counter[str] = field(default_factory=Counter)
-    """Number of calls of `sample` that found the open step waiting, by what it waited for."""
+    """Number of `sample` calls that found the open step waiting, by what the step waited for."""
     call_seconds: list[float] = field(default_factory=list)
-    """Seconds of each call to the coordinator."""
+    """Durations of this process's calls to the coordinator, in seconds."""
     peak_bytes: int = 0
-    """Maximum memory that Redis used."""
+    """Maximum memory that Redis used, in bytes."""
     step_bytes: dict[int, int] = field(default_factory=dict)
-    """Bytes of each step's file."""
+    """Size of each step's file, in bytes, by step."""
     run: Run = field(default_factory=Run)
-    """The run in its last known state."""
+    """The run's last known state."""
     _spent: dict[tuple[str, int], float] = field(default_factory=dict)
     """Processor seconds by role and process, also of processes that have ended."""
 
     def sample(self) -> Sample:
-        """Read all counters. Counted step files are removed, because nothing will replay them."""
+        """Read all counters. Files of committed steps are then deleted, because nothing will replay them."""
         began = time.monotonic()
         self.run = self.coordinator.run(self.run_id)
         self.call_seconds.append(time.monotonic() - began)
@@ -160,7 +161,8 @@ class Counters:
                 path.unlink()
 
     def processor_times(self) -> dict[str, float]:
-        """Return the processor seconds by role, and of `MACHINE`. Removed services stay included."""
+        """Return the processor seconds by role, including removed services, and those of the whole machine under
+        `MACHINE`."""
         state = self.folder.read()
         times = psutil.cpu_times()
         used = {MACHINE: sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)}
@@ -184,12 +186,13 @@ def processor_seconds(pid: int) -> float:
 
 
 def busy_share(before: Sample, after: Sample) -> float:
-    """Return the busy share of this machine's processors between two samples; 0 if they are from the same moment."""
+    """Return the busy share of this machine's processors between two readings of the counters; 0 if no time passed."""
     core_seconds = (psutil.cpu_count() or 1) * (after.time - before.time)
     return (after.cpu[MACHINE] - before.cpu[MACHINE]) / core_seconds if core_seconds > 0 else 0.0
 
 
 def current_wait(run: Run) -> str:
-    """Return the open step's wait in readable form: its kind, and the stage if it has one; "" without a wait."""
+    """Return what the open step waits for, in readable form: the kind of wait, and the stage if any; "" without a
+    wait."""
     kind = words(WaitKind)[run.wait.current_kind]
     return f"{kind} {run.wait.current_on}" if run.wait.current_kind == WAIT_KIND_STAGE else kind

@@ -20,33 +20,33 @@ NETWORK_BYTES = 1.25e9
 CONTROL = ("coordinator", "redis", "reward", "advantage", "trainer", "rollout", "agent")
 """Roles whose processor time is reported, in this order."""
 MANY_TIMES = 1000.0
-"""Factor above which the distance from a limit is reported without a number."""
+"""Ratio of a resource's capacity to its use above which the report gives no exact number."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a rehearsal, unscaled."""
+    """Measurements of a rehearsal, not yet scaled to the real run."""
 
     scale: Scale
     first: Sample
-    """Sample at the end of the step with which the window begins."""
+    """Counters at the end of the step with which the measured window begins."""
     last: Sample
-    """Sample at the end of the window's last step."""
+    """Counters at the end of the measured window's last step."""
     idle_first: Sample
     idle_last: Sample
-    """Samples at both ends of a window in which the run was paused."""
+    """Counters at the beginning and at the end of a window in which the run was paused."""
     cores: int
-    """Processors of this machine."""
+    """Number of processors of this machine."""
     waits: Mapping[str, int]
     peak_bytes: int
     step_bytes: float
-    """Bytes of a step file, on average."""
+    """Average size of a step file, in bytes."""
     step_file_seconds: float
     """Average seconds of writing a step file."""
     trainer_shares: Mapping[str, float]
-    """Seconds of the trainer's steps, by the work of its thread."""
+    """Seconds of the trainer's steps, by what its thread did."""
     call_p99: float
-    """99th percentile of the rehearsal's calls to the coordinator, in seconds."""
+    """99th percentile of the durations of the rehearsal's calls to the coordinator, in seconds."""
     dropped: Mapping[str, int]
     groups_per_step: int
     admitted_groups: int
@@ -54,11 +54,11 @@ class Measured:
     max_group_bytes: int
     """Maximum bytes of a group (board.max_group_bytes)."""
     worst_group_bytes: int
-    """Bytes of a group with answers of maximal length, unscaled."""
+    """Size of a group with answers of maximal length in the real run, in bytes."""
     redis_bytes: int
-    """Bytes of memory of the Redis that the run will have."""
+    """Memory of the real run's Redis, in bytes."""
     call_times: CallTimes
-    """99th percentiles of the replicas' calls to the coordinator."""
+    """99th percentiles of the durations of the replicas' calls to the coordinator."""
     least_step_seconds: float
     """Minimum seconds of a step, at the run's own speed."""
     engines: EngineNumbers
@@ -66,12 +66,12 @@ class Measured:
 
     @property
     def steps(self) -> int:
-        """Steps between the two samples."""
+        """Number of steps in the measured window."""
         return self.last.step - self.first.step
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds between the two samples."""
+        """Length of the measured window, in seconds."""
         return self.last.time - self.first.time
 
     @property
@@ -81,12 +81,12 @@ class Measured:
 
     @property
     def machine_share(self) -> float:
-        """Share of this machine's processors that was busy."""
+        """Share of this machine's processors that was busy in the measured window."""
         return (self.last.cpu[MACHINE] - self.first.cpu[MACHINE]) / (self.cores * self.wall_seconds)
 
     @property
     def own_share(self) -> float:
-        """Share of this machine's processors that the rehearsal used."""
+        """Share of this machine's processors that the rehearsal used in the measured window."""
         spent = sum(value - self.first.cpu.get(role, 0.0) for role, value in self.last.cpu.items() if role != MACHINE)
         return spent / (self.cores * self.wall_seconds)
 
@@ -98,7 +98,7 @@ class Measured:
 
     @property
     def load(self) -> HostLoad:
-        """The rehearsal's load on this machine."""
+        """The rehearsal's processor load on this machine."""
         roles = [role for role in self.last.cpu if role != MACHINE]
         return HostLoad(
             cores=self.cores,
@@ -148,34 +148,34 @@ class Measured:
 
     @property
     def written(self) -> float:
-        """Bytes that Redis receives for one step, unscaled."""
+        """Bytes that Redis receives per step in the real run."""
         return (self.last.written - self.first.written) / self.steps * self.scale.payload
 
     @property
     def read(self) -> float:
-        """Bytes that Redis sends for one step, unscaled."""
+        """Bytes that Redis sends per step in the real run."""
         return (self.last.read - self.first.read) / self.steps * self.scale.payload
 
 
 @dataclass(frozen=True)
 class ResourceLimit:
-    """Use and capacity of a resource."""
+    """Use and capacity of a resource, such as the processor of Redis's thread."""
 
     name: str
     used: float
     available: float
     unit: str
     advice: str
-    """Advice for an insufficient value."""
+    """What to change when the capacity doesn't suffice."""
 
     @property
     def factor(self) -> float:
-        """Capacity divided by use."""
+        """Capacity of the resource, divided by its use."""
         return self.available / self.used if self.used > 0 else float("inf")
 
 
 def limits(found: Measured) -> list[ResourceLimit]:
-    """Return all limits, the nearest first. Doubled sizes double the use of each resource."""
+    """Return the limits of all resources, the nearest first. If all sizes double, so does the use of each resource."""
     engines = found.engines.mean(found.first.time, found.last.time)
     cores = [
         (
@@ -246,7 +246,7 @@ def limits(found: Measured) -> list[ResourceLimit]:
 
 
 def verdict(found: Measured) -> str:
-    """Return whether the run would fill its steps, in words."""
+    """Say whether the run would fill its steps with groups: seconds per step, and the dropped groups."""
     dropped = sum(found.dropped.values())
     trained = found.last.step * found.groups_per_step
     share = dropped / max(1, dropped + trained)
@@ -255,7 +255,7 @@ def verdict(found: Measured) -> str:
 
 
 def first_limit(found: Measured) -> str:
-    """Return the first limit that doubled sizes would meet, and what to change."""
+    """Describe the resource that would be exhausted first if all sizes doubled, and what to change."""
     nearest = limits(found)[0]
     use = f"{nearest.name}: {amount(nearest.used, nearest.unit)} of {amount(nearest.available, nearest.unit)}"
     if nearest.factor < 1:
@@ -266,7 +266,7 @@ def first_limit(found: Measured) -> str:
 
 
 def rows(found: Measured) -> list[tuple[str, str]]:
-    """Return the report's rows: a name and a value. There is no verdict if this machine was the limit."""
+    """Return the report's rows, each a name and a value. There is no verdict if this machine was too slow."""
     refused = capacity.refusal(found.load)
     result = [("no verdict", refused + ".")] if refused else _verdicts(found)
     result += _costs(found)
@@ -292,7 +292,7 @@ def rows(found: Measured) -> list[tuple[str, str]]:
 
 
 def _verdicts(found: Measured) -> list[tuple[str, str]]:
-    """Return the rows that depend on the seconds of steps."""
+    """Return the report's rows that depend on the seconds of steps."""
     result = [
         ("would it fill steps?", verdict(found)),
         ("the open step waits for", _shares(found.waits)),
@@ -312,7 +312,7 @@ def _verdicts(found: Measured) -> list[tuple[str, str]]:
 
 
 def _costs(found: Measured) -> list[tuple[str, str]]:
-    """Return the costs of a step."""
+    """Return the report's rows on what a step costs: Redis, disk, and processors."""
     scale = found.scale
     result = [
         ("Redis, memory at most", amount(found.peak_bytes * scale.payload, "bytes")),
@@ -335,7 +335,7 @@ def _costs(found: Measured) -> list[tuple[str, str]]:
 
 
 def amount(value: float, unit: str) -> str:
-    """Format a number with its unit."""
+    """Format an amount with its unit; bytes get a prefix such as "MiB"."""
     if not unit.startswith("bytes"):
         return f"{value:.3g} {unit}"
     return byte_amount(value) + unit.removeprefix("bytes")

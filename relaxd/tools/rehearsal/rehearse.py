@@ -39,21 +39,21 @@ RUN_ID = "rehearsal"
 REPLICAS_IN_PROCESS = 64
 """Maximum number of scripted rollout replicas in one process."""
 SAMPLE_SECONDS = 0.25
-"""Seconds between two samples."""
+"""Seconds between two readings of the counters."""
 SAY_SECONDS = 5.0
 START_SECONDS = 180.0
 """Maximum seconds until all replicas have registered."""
 FIRST_STEP_FACTOR = 3.0
-"""Maximum time of the first step, as a multiple of the window's length."""
+"""Maximum time until the first step ends, as a multiple of the window's length."""
 FIRST_STEP_SECONDS = 30.0
-"""Maximum time of the first step, in seconds, if this is longer than FIRST_STEP_FACTOR gives."""
+"""Maximum time until the first step ends, in seconds, if FIRST_STEP_FACTOR gives less."""
 SETTLE_SECONDS = 15.0
 """Maximum seconds until a paused run is idle."""
 IDLE_SECONDS = 5.0
-"""Length of the window in which the paused run is measured."""
+"""Length of the window in which the paused run is measured, in seconds."""
 GRACE_SECONDS = 3.0
 CALLS = "calls"
-"""Folder, within the state folder, for the times of the replicas' calls."""
+"""Subfolder of the state folder with the durations of the replicas' calls."""
 GPUS = 8
 """Number of GPUs that a replica sees, unless it needs more."""
 REDIS_SECONDS = 5.0
@@ -112,7 +112,10 @@ def rehearsed_run(config: RunConfig, scale: Scale, say: Say, logs: Path) -> Iter
 
 
 def _model(config: RunConfig, work: Path) -> Path:
-    """Return the model's folder, or a stand-in for a model that isn't here."""
+    """Return the folder of the run's model, or of a stand-in if this machine doesn't have the model.
+
+    Raises CliError.
+    """
     path = config.model.path
     here = Path(path).expanduser().is_dir() or (models_folder() / path).is_dir()
     if config.has_media and not here:
@@ -214,7 +217,7 @@ def _measure(config: RunConfig, scale: Scale, seconds: float, counters: Counters
 
 @contextmanager
 def _first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed in the block. A second press interrupts as usual."""
+    """Yield a function that returns True once Ctrl-C was pressed in the block. A second press interrupts as usual."""
     pressed: list[int] = []
 
     def press(number: int, frame: object) -> None:
@@ -229,9 +232,9 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def _window(counters: Counters, seconds: float, say: Say, interrupted: Callable[[], bool]) -> tuple[Sample, Sample]:
-    """Return two samples of the counters: at the end of the first step, and at the end of the window's last step.
+    """Return two readings of the counters: at the end of the first step, and at the end of the window's last step.
 
-    The window begins with the first sample and ends after `seconds` or an interrupt. Raises CliError: fewer than two
+    The window begins with the first reading and ends after `seconds` or an interrupt. Raises CliError: fewer than two
     steps ended.
     """
     begun = said = trains_since = time.monotonic()
@@ -284,7 +287,7 @@ def _window(counters: Counters, seconds: float, say: Say, interrupted: Callable[
 
 
 def _idle_window(counters: Counters) -> tuple[Sample, Sample]:
-    """Pause the run, wait until it is idle, and return samples at both ends of an idle window."""
+    """Pause the run, wait until it is idle, and return the counters at both ends of an idle window."""
     counters.coordinator.pause_run(RUN_ID, "measured at rest")
     deadline = time.monotonic() + SETTLE_SECONDS
     before: list[tuple[int, int]] = []
@@ -301,7 +304,7 @@ def _idle_window(counters: Counters) -> tuple[Sample, Sample]:
 
 
 def _trainer_shares(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of the trainer's steps by the work of its thread."""
+    """Return the seconds that the trainer's thread spent in steps, by activity."""
     parts = {
         "works": "train_seconds",
         "waits for groups": "wait_seconds",

@@ -24,13 +24,13 @@ CHATML = (
 TOKEN_SIDE = 32
 """Width and height of the picture area of one media token, in pixels."""
 FRAMES = 4
-"""Number of frames of a video: two time steps, the minimum that models sample."""
+"""Number of frames of a stand-in video: two time steps, the minimum that models sample."""
 SOUND_RATE, SOUND_TOKENS = 16_000, 13
-"""Samples and tokens per second of sound."""
+"""Audio samples and media tokens per second of sound."""
 
 
 def write_stand_in(folder: Path, experts: tuple[int, int] = (0, 0)) -> Path:
-    """Write a folder whose tokenizer has a token for each byte. Returns the folder.
+    """Write a model folder with only a configuration and a tokenizer, which has a token for each byte. Returns it.
 
     Args:
         folder: folder to write.
@@ -50,7 +50,7 @@ def write_stand_in(folder: Path, experts: tuple[int, int] = (0, 0)) -> Path:
 
 
 def scripted(sample: RewardInput, success: float = 0.5, seconds: float = 0.0) -> float:
-    """Return 1 for a share `success` of the samples and 0 for the others, after `seconds`."""
+    """Return a reward of 1 with probability `success`, else 0, after `seconds`."""
     if seconds:
         time.sleep(seconds)
     # Texts of one length are equal in a rehearsal, so chance comes from here.
@@ -64,12 +64,12 @@ class StandInEnvironment(Environment):
     def __init__(
         self, turns: int, seconds: float, spread: float, words: int, word: str = " a", shows: str = ""
     ) -> None:
-        """Set the distributions and the content of answers.
+        """Set the distributions of turns and delays, and the content of the environment's answers.
 
         Args:
             turns: median number of the model's messages.
             seconds: median seconds for an answer.
-            spread: standard deviation of the logarithm of both.
+            spread: standard deviation of the logarithms of `turns` and `seconds`.
             words: number of words of an answer.
             word: text of each word.
             shows: kind of media that answers consist of, with about `words` tokens; "": text.
@@ -79,7 +79,7 @@ class StandInEnvironment(Environment):
         self._seconds, self._spread, self._words, self._text, self._shows = seconds, spread, words, words * word, shows
 
     async def step(self, reply: Reply) -> Step:
-        """Answer a message after a delay."""
+        """Answer the model's message after a random delay."""
         await asyncio.sleep(self._seconds * self._factor(self._spread))
         self._left -= 1
         done = self._left == 0
@@ -92,11 +92,11 @@ class StandInEnvironment(Environment):
 
 
 def noise(kind: str, tokens: int) -> dict[str, Any]:
-    """Return a part of a message with an image, a video or a sound of noise, the content that takes the most bytes.
+    """Return a message part with an image, video or sound of random noise, the content that takes the most bytes.
 
     Args:
         kind: the kind of media.
-        tokens: approximate number of its tokens.
+        tokens: approximate number of media tokens.
     """
     from PIL import Image
 
