@@ -15,7 +15,7 @@ PROTOCOL_VERSION = 2
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, so that services never load `relaxd.api`."""
+    """Import a public name of the package when it is first used, so that services never load `relaxd.api`."""
     if name not in __all__:
         raise AttributeError(f"module 'relaxd' has no attribute {name!r}")
     if name == "log_metric":

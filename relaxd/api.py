@@ -51,18 +51,18 @@ from relaxd.waiting import waiting
 POLL_SECONDS = 0.2
 """Interval between two checks for the folder of a starting run, in seconds."""
 END_SECONDS = 300.0
-"""Maximum seconds for the services of an ended or stopped run to exit."""
+"""Maximum time for the services of an ended or stopped run to exit, in seconds."""
 SHOWN_LINES = 15
-"""Maximum number of last lines of the output of `relaxd run` that an error shows."""
+"""Number of lines from the end of the output of `relaxd run` that an error shows, at most."""
 OUTPUT_BYTES = 16 * 1024
-"""Maximum number of last bytes of the output of `relaxd run` from which these lines are taken."""
+"""Number of bytes that are read from the end of the output of `relaxd run` to show its last lines."""
 NOTICE_SECONDS = 5.0
 """Seconds after which waiting for a run's end is logged."""
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-"""One row of a run's results: a step, a sample, an entry of the ledger."""
+"""A row of a run's results: the metrics of a step, a sample, or a line of the ledger."""
 
 
 class RunError(RuntimeError):
@@ -147,7 +147,7 @@ class Run:
     def __init__(
         self, run_id: str, folder: Path, state: Path, coordinator: str | None = None, child: "_Child | None" = None
     ) -> None:
-        """Make a handle of a run. Use `run` or `open_run` instead."""
+        """Not for users, who get a handle from `run` or `open_run`."""
         self.id = run_id
         self.folder = folder
         """The run's folder, on the coordinator's machine."""
@@ -292,7 +292,7 @@ class Run:
 
 
 class _Child:
-    """A `relaxd run` process, which starts the services, stops them and writes the report."""
+    """Child process `relaxd run`, which starts the run's services, stops them and writes the report."""
 
     def __init__(self, config: RunConfig, run_id: str, replicas: Mapping[str, int], state: Path) -> None:
         self._run_id = run_id
@@ -323,7 +323,7 @@ class _Child:
             time.sleep(POLL_SECONDS)  # named: by the caller, who started a run
 
     def wait(self, seconds: float) -> None:
-        """Wait for the process. Raises RunError if it failed, or doesn't end within `seconds`."""
+        """Wait until `relaxd run` exits. Raises RunError if it fails or doesn't exit within `seconds`."""
         atexit.unregister(self.stop)
         if (code := self._join(seconds)) is None:
             raise RunError(self._unended(seconds))
@@ -331,10 +331,10 @@ class _Child:
             raise RunError(self._last_lines())
 
     def stop(self) -> None:
-        """Have the process save a checkpoint and stop the services, unless the run has ended, and wait for its end.
+        """Interrupt `relaxd run` and wait until it exits.
 
-        Logs the reason for the wait. If the process has not ended after END_SECONDS, logs a warning and leaves it
-        running.
+        `relaxd run` stops the services, after saving a checkpoint unless the run has ended. Logs the reason for the
+        wait. If `relaxd run` has not exited after END_SECONDS, logs a warning and leaves it running.
         """
         atexit.unregister(self.stop)
         if self.is_alive():
@@ -343,7 +343,7 @@ class _Child:
                 logger.warning("%s", self._unended(END_SECONDS))
 
     def _join(self, seconds: float) -> int | None:
-        """Wait for the process, and return its exit code; None if it has not ended after `seconds`."""
+        """Wait until `relaxd run` exits, and return its exit code; None if it has not exited after `seconds`."""
         end = time.monotonic() + seconds
         with waiting("", on=f"`relaxd run`, process {self._process.pid}") as wait:
             wait.next_notice = NOTICE_SECONDS
@@ -360,7 +360,7 @@ class _Child:
         )
 
     def _last_lines(self, count: int = SHOWN_LINES) -> str:
-        """Return the process's last lines of output. Keeps the file's position, at which the process writes."""
+        """Return the last lines of `relaxd run`'s output. Keeps the file position, at which the process writes."""
         output = self._output.fileno()
         start = max(0, os.fstat(output).st_size - OUTPUT_BYTES)
         text = os.pread(output, OUTPUT_BYTES, start).decode(errors="replace")
@@ -369,7 +369,7 @@ class _Child:
 
 @contextmanager
 def _opened(run_id: str, folder: Path | None, state: Path, coordinator: str | None) -> Iterator[RunSource]:
-    """Open a run as a command does, but without changing the environment: this process may use several stacks."""
+    """Open a run as commands do, but restore the environment variables, as this process may use several stacks."""
     with ExitStack() as opened:
         before = {name: os.environ.get(name) for name in (STACK_VARIABLE, "RELAXD_TOKEN_FILE")}
         try:
@@ -384,7 +384,7 @@ def _opened(run_id: str, folder: Path | None, state: Path, coordinator: str | No
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Convert CliError to RunError, with its hint."""
+    """Convert each CliError to a RunError that includes the hint."""
     try:
         yield
     except CliError as error:

@@ -15,7 +15,7 @@ from typing import Any
 from relaxd.run_folder import HELD_OUT, RECORD, checkpoint_steps
 
 SHARED_METRICS = ("reward", "response_length", "truncated_share", "unscored")
-"""Metrics that every evaluation set has, and that can decide which version is best."""
+"""Metrics of every evaluation set that can decide which version is best."""
 _RULE = (
     'it must be "eval.SET.METRIC", such as "eval.held_out.reward", or "-eval.SET.METRIC" for one that is best when '
     "it is lowest"
@@ -30,19 +30,19 @@ class WatchedMetric:
     metric: str
     """Name of the metric within the set, such as "reward"."""
     lowest: bool = False
-    """True if the lowest value is the best."""
+    """True if the metric's lowest value is the best, False if the highest is."""
 
     @property
     def key(self) -> str:
-        """Name of the metric among all metrics of evaluations."""
+        """Name of the metric in an evaluation's results, such as "eval/math500/reward"."""
         return f"eval_{self.metric}" if self.set_name == HELD_OUT else f"eval/{self.set_name}/{self.metric}"
 
     def is_better(self, value: float, than: float, *, by: float = 0.0) -> bool:
-        """Return True if a value is better than another one by more than `by`."""
+        """Return True if the metric's value `value` is better than `than` by more than `by`."""
         return (than - value if self.lowest else value - than) > by
 
     def values(self, evaluations: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-        """Return the metric by step, from evaluations in run.json's form. The initial model's value is left out."""
+        """Return the metric's values by step, from the evaluations in run.json, without the initial model's value."""
         return {
             one["step"]: one["metrics"][self.key]
             for one in sorted(evaluations, key=lambda one: int(one["step"]))
@@ -50,7 +50,7 @@ class WatchedMetric:
         }
 
     def best(self, values: Mapping[int, float]) -> int | None:
-        """Return the step with the best value, the earliest of equal ones; None without values."""
+        """Return the step with the metric's best value, the earliest of equal ones; None if there are no values."""
         found = None
         for step in sorted(values):
             if found is None or self.is_better(values[step], values[found]):
@@ -89,14 +89,14 @@ def metric_problem(text: str, sets: Mapping[str, tuple[int, Sequence[int]]]) -> 
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The best of a run's checkpoints."""
+    """Best checkpoint of a run, and the value of the watched metric there."""
 
     step: int
     value: float
 
 
 def find_best(run_folder: Path, setting: str, steps: Collection[int]) -> BestCheckpoint | None:
-    """Return the best of the checkpoints of `steps`; None if none of them was evaluated.
+    """Return the best checkpoint among those of `steps`; None if none of these checkpoints was evaluated.
 
     Args:
         run_folder: the run's folder.
@@ -113,7 +113,7 @@ def find_best(run_folder: Path, setting: str, steps: Collection[int]) -> BestChe
 
 
 def protected_steps(run_folder: Path, setting: str, checkpoints_of: Path) -> set[int]:
-    """Return the steps whose checkpoints must stay: the best one's, and that of the version under evaluation.
+    """Return the steps whose checkpoints must not be removed: the best checkpoint's, and the one being evaluated.
 
     `checkpoints_of` is the folder with the checkpoints: the run's, or its critic's.
     """
@@ -125,7 +125,7 @@ def protected_steps(run_folder: Path, setting: str, checkpoints_of: Path) -> set
 
 
 def _read_record(run_folder: Path) -> dict[str, Any]:
-    """Read run.json; {} if there is no such file yet. Raises OSError, ValueError."""
+    """Return the content of the run's run.json; {} if there is no such file yet. Raises OSError, ValueError."""
     try:
         found = json.loads((run_folder / RECORD).read_bytes())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Table of the engines that hold a run's models. The setting `engine` of a section chooses one by name.
+"""Table of the engines that hold a run's models.
 
-The table says for each engine which settings it takes, which hardware it needs, how it pauses and how it receives
-weights. Error messages list engines from it. No other code compares engines' names. docs/engines.md, "Adding an
-engine", says what else an engine needs.
+The setting `engine` of a section chooses an engine by name. The table says for each engine which settings it takes,
+which hardware it needs, how it pauses and how it receives weights. Error messages list engines from the table. No other
+code compares engines' names. docs/engines.md, "Adding an engine", says what else an engine needs.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 SCRIPTED = "scripted"
-"""Engine of a rehearsal, which `relaxd rehearse` chooses."""
+"""Name of the simulated engine of a rehearsal, which `relaxd rehearse` chooses."""
 MODEL_KINDS = {
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
@@ -18,33 +18,35 @@ MODEL_KINDS = {
     "qwen3_5_moe": ("image", "video"),
     "qwen3_omni_moe": ("image", "video", "audio"),
 }
-"""Kinds of media by model type: those whose token layout was compared with transformers'."""
+"""Kinds of media that models take, by model type: only kinds whose token layout was compared with transformers'."""
 HYBRID_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-"""Types of models with gated delta nets."""
+"""Model types that have gated delta nets (linear attention)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
-    """Settings and abilities of one engine."""
+    """Settings and abilities of an engine."""
 
     name: str
     settings: Mapping[str, tuple[str, ...]]
-    """Configuration sections that may choose this engine, each with its settings that some other engines lack."""
+    """Settings of this engine that some other engines lack, by the configuration section that may choose the engine."""
     in_ranks: bool = False
-    """True if ranks like the trainer's hold the model; they have parallel sizes and may hold several models."""
+    """True if the engine's model runs on ranks like the trainer's, which have parallel sizes and may hold several
+    models."""
     module: str = "services.rollout.service.child_engine"
-    """Module whose `start_engine` starts it for a rollout replica (services.rollout.engines.engine_interface). By
-    default it is a child process."""
+    """Module whose `start_engine` starts the engine for a rollout replica (services.rollout.engines.engine_interface).
+    By default the engine is a child process."""
     process: str = ""
-    """Module of its child process."""
+    """Module that the engine's child process runs; empty if there is no child process."""
     extra: str = "rollout"
-    """Extra of the package relaxd that the engine needs."""
+    """Extra of the package relaxd with what the engine needs, as in pip install 'relaxd[rollout]'."""
     has_model: bool = True
-    """False for the simulated engine of a rehearsal, which errors don't name."""
+    """True if the engine runs a model. False for the simulated engine of a rehearsal, which errors don't name."""
     needs_gpus: bool = False
-    """True if the engine runs on GPUs of its replica's machine only."""
+    """True if the engine needs GPUs of its replica's machine."""
     leases_gpus: bool = False
-    """True if the engine's replica leases tensor_parallel GPUs. In a rehearsal there are none."""
+    """True if the engine's replica leases as many GPUs as tensor_parallel says. In a rehearsal there are no
+    GPUs."""
     shares_gpus: bool = False
     """True if the engine can leave a share of its GPUs' memory to other engines."""
     sleeps: bool = False
@@ -52,7 +54,7 @@ class EngineCapabilities:
     pauses: tuple[str, ...] = ("in_place", "retract", "abort", "drain")
     """Values of weights.pause that the engine supports."""
     takes_url: bool = False
-    """True if its replica needs the URL of a running server."""
+    """True if the engine's replica needs the URL of a running server."""
     stock_weight_group: bool = False
     """True if the engine receives weights like SGLang's own servers: by torch's process group, in flat buckets, from
     one rank."""
@@ -65,10 +67,10 @@ class EngineCapabilities:
     refused_models: tuple[str, ...] = ()
     """Model types that the engine refuses, because it isn't known to compute them as the trainer does."""
     takes_candidates: bool = False
-    """True if the engine, as a teacher, can score other tokens at each position of an answer."""
+    """True if the engine, as a teacher, can score a different list of tokens at each position of an answer."""
 
     def takes(self, kind: str, model_type: str | None = None) -> bool:
-        """Return True if the engine accepts media of a kind, with a model type or with any."""
+        """Return True if the engine accepts this kind of media for a model type; None: for at least one model type."""
         if model_type is not None:
             return kind in self.media.get(model_type, ())
         return any(kind in kinds for kinds in self.media.values())
@@ -136,7 +138,7 @@ ENGINES: dict[str, EngineCapabilities] = {
         ),
     )
 }
-"""All engines by name, in the order in which settings and errors list them."""
+"""Capabilities of all engines by name, in the order in which settings and errors list the engines."""
 
 
 def engines_of(section: str) -> tuple[str, ...]:
@@ -145,7 +147,8 @@ def engines_of(section: str) -> tuple[str, ...]:
 
 
 def list_engines(section: str, able: Callable[[EngineCapabilities], bool]) -> str:
-    """List the engines of a section that are able to do something, for errors: '"transformers" or "sglang"'."""
+    """Return the names of a section's engines for which `able` is true, for error messages: '"transformers" or
+    "sglang"'."""
     engines = (ENGINES[name] for name in engines_of(section))
     return " or ".join(f'"{engine.name}"' for engine in engines if engine.has_model and able(engine))
 

@@ -21,21 +21,21 @@ from types import CodeType, ModuleType
 from typing import Any
 
 OWN_NAME = re.compile(r"(?:[^:]*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
-"""A name such as "package.module:Class" or "file.py:function"."""
+"""Pattern of the names of users' classes and functions, such as "package.module:Class" or "file.py:function"."""
 _OURS = tuple(f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("relaxd", "services"))
-"""Folders whose frames aren't user code."""
+"""Folders of relaxd's code: an error's stack frames in these files aren't user code."""
 
 _changed_at: dict[str, float] = {}
-"""Modification time of each imported file of a user's module."""
+"""Modification times of users' modules when they were imported, by module name."""
 
 
 class ImportProblem(ValueError):
-    """A name can't be imported. The message doesn't name the setting."""
+    """A user's class or function can't be imported. The message doesn't say which setting names it."""
 
 
 def check_own(setting: str, name: str, kind: str) -> str:
-    """Return `name` if it can be that of a user's own class or function. Otherwise raises ValueError, which names the
-    setting.
+    """Return `name` if it has the form of a name of a user's class or function, or is empty. Otherwise raises
+    ValueError, which names the setting.
 
     Args:
         setting: the setting that has the name.
@@ -48,7 +48,7 @@ def check_own(setting: str, name: str, kind: str) -> str:
 
 
 def check_known_or_own(setting: str, name: str, known: Sequence[str], there_are: str, own: str) -> str:
-    """Return `name` if it is known or can be that of a user's own class. Raises ValueError otherwise.
+    """Return `name` if it is in `known` or has the form of a name of a user's class. Raises ValueError otherwise.
 
     Args:
         setting: the setting that has the name.
@@ -87,7 +87,8 @@ def import_own(name: str) -> Any:
 
 
 def describe_missing(module_name: str, error: Exception) -> str:
-    """Return where a missing module was searched, and a similar file there; "" if another module is missing."""
+    """Return a hint for a missing module: a similarly named file, and where modules are looked for. Return "" if the
+    error has another cause."""
     if not isinstance(error, ModuleNotFoundError) or error.name != module_name.partition(".")[0]:
         return ""
     near = difflib.get_close_matches(error.name, [path.stem for path in Path.cwd().glob("*.py")], n=1)
@@ -96,7 +97,7 @@ def describe_missing(module_name: str, error: Exception) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception in one line, with its place in the user's file."""
+    """Return one line that describes an exception, with its place in the user's file."""
     text = f"{type(error).__name__}: {error}".strip(": ")
     frames = [
         frame
@@ -124,14 +125,15 @@ def _import_module(name: str) -> ModuleType:
 
 
 class _FromSource(SourceFileLoader):
-    """Loads a file without byte code, which could be outdated if the file was written twice within a second."""
+    """Loads a module from source only. Cached byte code could be outdated if a file is written twice within a
+    second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def import_file(path: str, kind: str = "own") -> ModuleType:
-    """Import a file as a module, relaxd_KIND_NAME. Like a script, it may import its neighbours.
+    """Import a file as a module, relaxd_KIND_NAME. Like a script, the file may import others in its folder.
 
     Raises FileNotFoundError, and whatever the file raises.
     """
@@ -157,15 +159,15 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 from relaxd.envs.environment import Environment, Observation, Reply, Sample, Step
 """
-"""Names that the base, the decorators and the annotations of an environment may use."""
+"""First lines of a written environment's file: imports of names that its base class, decorators and annotations use."""
 TOOLS = "TOOLS"
-"""Name of the list of functions in the file of an environment that is built from functions."""
+"""Variable in an environment's file that lists the functions from which the environment is built."""
 
 
 def write_reward(reward: Callable[..., Any], folder: Path) -> str:
-    """Write a function's source into a file below `folder`, and return the name that reward.name needs.
+    """Write a reward function's source into a file below `folder`, and return the name that reward.name needs.
 
-    Raises ValueError if it isn't a function made with `def`, or its source can't be read.
+    Raises ValueError if `reward` isn't a function made with `def`, or its source can't be read.
     """
     if not _is_function(reward):
         raise ValueError(
@@ -213,7 +215,7 @@ def _source(what: str, function: Callable[..., Any]) -> str:
 
 
 def _class_source(kind: type) -> str:
-    """Return the source of a class, found by its methods: `inspect` finds none of a notebook's classes."""
+    """Return the source of a class, found through its methods, because `inspect` can't find a notebook's classes."""
     codes = [method.__code__ for method in vars(kind).values() if inspect.isfunction(method)]
     for code in codes:
         lines = linecache.getlines(code.co_filename)

@@ -1,4 +1,4 @@
-"""The alarm for log-probs that differ between engine and trainer under equal weights (docs/mismatch.md)."""
+"""The alarm for a log-prob gap: engine and trainer differ under the same weights (docs/mismatch.md)."""
 
 import math
 import statistics
@@ -9,25 +9,27 @@ from typing import Any
 from relaxd.config import RunConfig
 
 METRIC = "logprob_difference"
-"""Name of the watched step metric: mean absolute log-prob difference of tokens generated under the trainer's own
+"""Step metric that measures the log-prob gap: mean absolute difference over tokens generated under the trainer's own
 weights."""
 FIRST_STEPS = 5
-"""Number of steps, from the first with a gap, whose median is the run's usual gap."""
+"""Number of steps, from the first that measures a log-prob gap, whose median is the run's usual gap."""
 RECENT_STEPS = 3
-"""Number of recent steps whose median gap is compared with the limit, so that one odd step raises no alarm."""
+"""Number of recent steps whose median log-prob gap is compared with the limit. A median lets no single step raise an
+alarm."""
 FACTOR = 10.0
-"""Multiple of the usual gap above which there is an alarm."""
+"""Multiple of the run's usual log-prob gap above which an alarm is raised."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Limits of the gap for one element type, in nats."""
+    """Limits of the log-prob gap for one element type, in nats."""
 
     name: str
     limit: float
-    """Gap above which there is always an alarm."""
+    """Log-prob gap above which an alarm is always raised, in nats."""
     smallest: float
-    """Minimum used as the usual gap: smaller gaps are rounding errors, which may grow tenfold without harm."""
+    """Lower bound of the usual log-prob gap, in nats. Smaller gaps are rounding errors, which may grow tenfold without
+    harm."""
 
 
 FLOAT32 = Precision("float32", limit=1e-3, smallest=1e-6)
@@ -36,20 +38,20 @@ BFLOAT16 = Precision("bf16", limit=0.05, smallest=1e-3)
 
 @dataclass(frozen=True)
 class GapAlarm:
-    """An alarm, open or ended."""
+    """An alarm for a log-prob gap, open or ended."""
 
     first_step: int
     last_step: int
     gap: float
-    """The largest gap since the alarm began."""
+    """Largest log-prob gap since the alarm began, in nats."""
     limit: float
-    """The limit that `gap` exceeded."""
+    """The limit that `gap` exceeded, in nats."""
     basis: str
-    """Origin of the limit."""
+    """Words for the rule that gave the limit, such as "the limit in bf16"."""
 
     @property
     def text(self) -> str:
-        """The gap, the limit and the places to check, for people."""
+        """Message of the alarm: the log-prob gap, the limit and what to check."""
         return (
             f"under equal weights the log-probs of engine and trainer differ by {self.gap:.2g} on average, more than "
             f"{self.limit:.2g} ({self.basis}): look whether the model's config.json fits its weights, whether the "
@@ -59,7 +61,7 @@ class GapAlarm:
 
 
 class GapWatch:
-    """Watches the gap of one run, step by step."""
+    """Watches the log-prob gap of one run, step by step, and opens and ends its alarm."""
 
     def __init__(self, config: RunConfig) -> None:
         low = "bfloat16" in (config.trainer.dtype, config.rollout.dtype)
@@ -67,10 +69,11 @@ class GapWatch:
         self._first: list[tuple[int, float]] = []
         self._recent: list[tuple[int, float]] = []
         self.alarm: GapAlarm | None = None
-        """The open alarm; None while the gap is normal."""
+        """The open alarm; None while the log-prob gap is normal."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Process the metrics of a step. A repeated step replaces its earlier metrics and those of all later steps."""
+        """Update the alarm by the metrics of a step. A repeated step replaces its earlier metrics and those of all
+        later steps."""
         gap = metrics.get(METRIC)
         if gap is None or math.isnan(gap):  # no token could be compared
             return
@@ -89,7 +92,7 @@ class GapWatch:
         self.alarm = GapAlarm(before.first_step if before is not None else step, step, now, limit, basis)
 
     def observe_all(self, lines: Iterable[Mapping[str, Any]]) -> list[GapAlarm]:
-        """Process lines of metrics.jsonl. Returns the alarms, ended ones included."""
+        """Observe all lines of metrics.jsonl. Returns every alarm that they raised, ended ones included."""
         found: dict[int, GapAlarm] = {}
         for line in lines:
             self.observe(line.get("step", 0), line)
@@ -98,7 +101,7 @@ class GapWatch:
         return list(found.values())
 
     def _limit(self) -> tuple[float, str]:
-        """Return the limit and its origin."""
+        """Return the limit of the log-prob gap in nats, and words for the rule that gave this limit."""
         precision = self._precision
         if len(self._first) == FIRST_STEPS:
             usual = max(precision.smallest, statistics.median(value for _, value in self._first))

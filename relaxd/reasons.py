@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class DropReason(StrEnum):
-    """Reason why a group was dropped; names and meanings are those of the DropReason enum in group.proto."""
+    """Reason why a group was dropped. Names and meanings are those of the DropReason enum in group.proto."""
 
     ZERO_VARIANCE = "zero_variance"
     BAD_PROMPT = "bad_prompt"
@@ -34,7 +34,7 @@ class DropReason(StrEnum):
 
 
 MIN_GROUPS = 16
-"""Minimum number of published groups for a meaningful share."""
+"""Minimum number of published groups before shares of dropped groups cause warnings."""
 WARN_SHARE = 0.1
 
 DROP_MEANINGS: dict[str, str] = {
@@ -66,11 +66,13 @@ DROP_MEANINGS: dict[str, str] = {
     DropReason.PAYLOAD_LOST: "some of their columns are gone from Redis; their prompts are tried again: does another "
     "program delete keys, or its maxmemory-policy evict them?",
 }
-"""Meaning of each reason that causes warnings. Groups that a run's end drops cause none."""
+"""Meaning, for warnings, of each reason for dropping groups. Reasons that aren't here, such as a run's end, cause no
+warning."""
 
 
 def drop_warnings(dropped_by_reason: Mapping[str, int], published: int) -> list[str]:
-    """Return a warning for each reason that dropped at least a tenth of the groups, the most frequent first."""
+    """Return a warning for each reason that dropped at least a tenth of the published groups, the most frequent
+    first."""
     if published < MIN_GROUPS:
         return []
     return [
@@ -81,23 +83,23 @@ def drop_warnings(dropped_by_reason: Mapping[str, int], published: int) -> list[
 
 
 def most_frequent(reasons: Iterable[str]) -> str:
-    """Return the most frequent reason and its meaning, for people; "" if none of the reasons has a meaning."""
+    """Return a text of the most frequent reason for dropping groups and its meaning; "" if no reason has a meaning."""
     for reason, _ in Counter(reason for reason in reasons if reason in DROP_MEANINGS).most_common(1):
         return f"{reason}: {DROP_MEANINGS[reason]}"
     return ""
 
 
 class DropWatch:
-    """Warns when a reason's share of dropped groups is high, and again whenever the share has doubled."""
+    """Warns when the share of groups that one reason dropped is high, and again whenever this share has doubled."""
 
     def __init__(self, dropped_before: Mapping[str, int] | None = None, published_before: int = 0) -> None:
-        """Ignore groups that were dropped or published before."""
+        """Create a watch that ignores the given numbers of groups that were dropped and published before."""
         self._dropped_before = Counter(dropped_before)
         self._published_before = published_before
         self._told: dict[str, float] = {}
 
     def observe(self, dropped_by_reason: Mapping[str, int], published: int) -> list[str]:
-        """Return the warnings that are new."""
+        """Return new warnings about dropped groups, given the numbers of all dropped and published groups so far."""
         published -= self._published_before
         new = {
             reason: count
@@ -120,7 +122,7 @@ FINISH_MEANINGS: Mapping[str, str] = {
     "env_failed": "the environment raised or took too long, or the program failed",
     "timeout": "a conversation took longer than agent.conversation_seconds",
 }
-"""Meaning of each reason; the names are those of the FinishReason enum in sample.proto, in lower case."""
+"""Meaning of each finish reason of samples. Names are those of the FinishReason enum in sample.proto, in lower case."""
 ENV_FAILED = "env_failed"
 TRUNCATED = frozenset({"length", "budget", "turns", "timeout"})
 """Finish reasons of samples that a limit of the run cut off."""

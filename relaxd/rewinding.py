@@ -37,12 +37,12 @@ from relaxd.run_folder import (
 SET_ASIDE = "set-aside"
 """Subfolder of a run's folder with the files that rewinding moved away."""
 OF_STEPS = (STEPS, "reference", MODELS, EVALUATIONS, f"{EVALUATIONS}/*", CHECKPOINTS, f"critic/{CHECKPOINTS}")
-"""Folders with a file or folder for each step, whose name begins with step-NUMBER. Step files come first: a file
-beyond the ledger counts as a step."""
+"""Folders of a run with one file or folder per step, named step-NUMBER. Step files must be moved first, because a step
+file beyond the ledger's end counts as a step."""
 OF_THE_END = (SUMMARY, "model", "report.html", "curve.png", CURRICULUM)
-"""Files that are written at a run's end, or regenerated from other files."""
+"""Files and folders of a run that are written when it ends, or that relaxd regenerates from other files."""
 LINES = (METRICS, SAMPLES, GROUPS)
-"""Files with lines in step order, from which lines of later steps are cut off."""
+"""Files with lines in step order; rewinding cuts off the lines of later steps."""
 
 
 class NoWayBack(Exception):
@@ -84,7 +84,10 @@ def rewind(folder: Path, step: int, *, reset_moments: bool = False) -> Path:
 
 
 def check_way_back(folder: Path, step: int) -> None:
-    """Check that a run can be rewound to a step. Raises NoWayBack."""
+    """Check that a run can be rewound to a step. Raises NoWayBack.
+
+    No coordinator may work on the run, and the trainer and the critic service, if any, need checkpoints of the step.
+    """
     holder = holder_of(folder)
     if holder is not None:
         raise NoWayBack(f"the coordinator of stack {holder} works on the run in {folder}: stop the run first")
@@ -99,7 +102,7 @@ def check_way_back(folder: Path, step: int) -> None:
 
 
 def _step_of(path: Path) -> int:
-    """Return the step in a name such as step-000020.safetensors; 0 if there is none."""
+    """Return the step in a file's name, such as 20 for step-000020.safetensors; 0 if the name has no step."""
     digits = path.name.removeprefix("step-").partition(".")[0]
     return int(digits) if digits.isdecimal() else 0
 
@@ -111,7 +114,7 @@ def _move(path: Path, folder: Path, aside: Path) -> None:
 
 
 def _cut(path: Path, aside: Path, is_late: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep a file's lines before the first late one; the whole file goes to `aside`."""
+    """Cut a file before the first line for which `is_late` is true; first link the whole file into `aside`."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -135,7 +138,10 @@ def _cut(path: Path, aside: Path, is_late: Callable[[dict[str, Any]], bool]) -> 
 
 
 def _continue(folder: Path, aside: Path, step: int, *, reset_moments: bool) -> None:
-    """Rewrite run.json for a run that continues after a step, with its configuration if it changes."""
+    """Rewrite run.json so that the run can continue after `step`; old versions of changed files go to `aside`.
+
+    `reset_moments` adds the step to trainer.reset_moments_after, in the configuration files too.
+    """
     path = folder / RECORD
     record = json.loads(path.read_bytes())
     if reset_moments:

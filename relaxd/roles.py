@@ -27,50 +27,52 @@ AGENT = "agent"
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """Properties of one role."""
+    """Properties of a role of a run's processes, such as trainer or rollout."""
 
     name: str
     module: str
-    """Module of the role's service. Nothing else in the library names the services' modules."""
+    """Python module that starts the role's service; nothing else in the library names these modules."""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """Modules of the role's service by `engine`, if a run can choose the engine; `module` is the default."""
+    """Module of the role's service for each engine that a run can choose; `module` serves all other engines."""
     engine: Callable[[RunConfig], str] = lambda config: ""
-    """Engine that holds the model in a run: a key of `modules`."""
+    """Returns the engine that holds the role's model in a run: a key of `modules`, or ""."""
     stage: str = ""
-    """Stage of the board that the role works on; a run needs the roles of its stages. Empty: none."""
+    """Stage of the board that the role works on, "" for none; a run needs the roles of all its stages."""
     on_stage: Callable[[RunConfig], bool] = lambda config: True
-    """False if another role works on its stage in a run."""
+    """Returns False if another role works on this role's stage in a run with this configuration."""
     needed: Callable[[RunConfig], bool] = lambda config: False
-    """True if a run needs this role although it doesn't work on a stage."""
+    """Returns True if a run with this configuration needs the role although the role works on no stage."""
     replicas: int = 1
-    """Replicas that `relaxd up` starts by default."""
+    """Number of replicas that `relaxd up` starts by default."""
     fewest: Callable[[RunConfig], int] = lambda config: 1
-    """Minimum number of replicas for a run that needs the role."""
+    """Returns the minimum number of replicas for a run that needs the role."""
     scalable: bool = True
-    """True if replicas may be added and removed."""
+    """True if replicas of the role may be added and removed while the stack runs."""
     most: int = 0
-    """Maximum number of replicas; 0: no limit."""
+    """Maximum number of replicas of the role; 0: no limit."""
     model: Literal["", "policy", "reference", "teacher", "critic", "judge"] = ""
-    """The model that the role holds."""
+    """Kind of model that the role's replicas hold; "" for none."""
     weights: Literal["", "sends", "receives"] = ""
-    """Part of the role in weight synchronisations. A role that receives weights works only once it has some."""
+    """Whether the role sends or receives the policy's weights in synchronisations; "" for neither. A replica that
+    receives weights takes no work before its first synchronisation."""
     gpus: Callable[[RunConfig], int] = lambda config: 0
-    """GPUs that a replica leases for a run."""
+    """Returns the number of GPUs that each replica leases in a run."""
     gpu_share: Callable[[RunConfig], float] = lambda config: 1.0
-    """Share of each of these GPUs' memory that the role leases."""
+    """Returns the share of a GPU's memory, from 0 to 1, that a replica leases on each of its GPUs."""
     takes_turns: bool = False
-    """True if the role shares its GPUs with other roles that take turns, in a colocated run."""
+    """True if replicas of the role take turns with other roles on the same GPUs in a colocated run."""
     always_busy: bool = False
-    """True if the role's children take the groups, so that its progress continues while it holds none."""
+    """True if the groups are held by a replica's child processes: the replica may progress although it holds none."""
     timeout_seconds: Callable[[RunConfig], float] = lambda config: 0.0
-    """Maximum seconds without progress that the role's own timeouts allow; only after them it counts as stuck."""
+    """Returns the seconds without progress that the role's own timeouts permit; a replica counts as stuck only after
+    more."""
 
     def works_on(self, stage: str, config: RunConfig) -> bool:
-        """Return True if the role works on a stage in a run."""
+        """Return True if the role works on `stage` in a run with this configuration."""
         return bool(stage) and self.stage == stage and self.on_stage(config)
 
     def wrong_module(self, module: str, config: RunConfig) -> str:
-        """Return the reason why a module's service can't hold this role's model in a run; "" if it can."""
+        """Return why a replica started from `module` can't serve the run's engine for this role; "" if it can."""
         right = self.modules.get(self.engine(config), self.module)
         if module == right:
             return ""
@@ -190,13 +192,13 @@ ROLES: dict[str, Role] = {
 """All roles by name, in the order in which `relaxd up` starts them."""
 
 REPLICA_ROLES = tuple(role for role in ROLES if role != COORDINATOR)
-"""Roles whose processes register with the coordinator."""
+"""Names of the roles whose processes register with the coordinator: all others than the coordinator."""
 SCALABLE_ROLES = tuple(role.name for role in ROLES.values() if role.scalable)
-"""Roles whose replicas can be added and removed."""
+"""Names of the roles whose replicas can be added and removed while the stack runs."""
 
 
 def unknown_role(role: str, known: Iterable[str]) -> str:
-    """Return the error for an unknown role, with the most similar known one."""
+    """Return the error message for an unknown role, with the most similar known role."""
     names = sorted(known)
     close = difflib.get_close_matches(role.lower().removeprefix("role_"), names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

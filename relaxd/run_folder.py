@@ -15,81 +15,83 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = "config.json"
-"""The resolved configuration; config.toml is the original."""
+"""File with the run's resolved configuration, defaults included; config.toml is the configuration as written."""
 RECORD = "run.json"
-"""The coordinator's record of the run."""
+"""File with the coordinator's record of the run: phase, outcome, times, configuration."""
 STACK = "stack"
-"""Identity of the stack that works on the run, or worked on it last; locked by its coordinator during the run."""
+"""File with the identity of the stack that works on the run, or did last. The coordinator locks it during the run."""
 LEDGER = "ledger.jsonl"
-"""One line per committed step, with its plan."""
+"""JSONL file with one line per committed step: its record and plan."""
 GROUPS = "groups.jsonl"
-"""One line per closed group: the step that trained it, or the reason of its drop."""
+"""JSONL file with one line per finished group: the step that trained it, or the reason why it was dropped."""
 WEIGHTS = "weights.jsonl"
-"""One line per version that was sent: its digest, which the receipts of samples name."""
+"""JSONL file with one line per version of the weights sent to engines: its digest, which samples' receipts name."""
 CURRICULUM = "curriculum.bin"
-"""Pass rates of prompts (relaxd.data.curriculum.run_curriculum), so that GROUPS needn't be read from its beginning."""
+"""File with the prompts' pass rates (relaxd.data.curriculum.run_curriculum), so that groups.jsonl needn't be read from
+its beginning."""
 COMPARED = "compared.bin"
-"""Hashes of visited prompts of large files (data.deduplicate), which save reading them again; see
-relaxd.data.duplicates."""
+"""File with hashes of visited prompts of large data files, so that these needn't be read again to find duplicates
+(data.deduplicate); see relaxd.data.duplicates."""
 VISITED_MEDIA = "media.bin"
-"""Hashes of the media of visited prompts, which reveal changed files; see relaxd.data.dataset."""
+"""File with hashes of visited prompts' media, by which changed media files are detected; see relaxd.data.dataset."""
 METRICS = "metrics.jsonl"
-"""One line per step, and one for an evaluation before the first step."""
+"""JSONL file with the metrics of each step, and of an evaluation before the first step, if any."""
 SAMPLES = "samples.jsonl"
-"""Trained samples, oldest first."""
+"""JSONL file with samples that steps trained on, oldest first."""
 ALL_SAMPLES = "samples"
-"""All samples of each step (telemetry.all_samples), one file per step."""
+"""Folder with one file per step that has all its samples (telemetry.all_samples)."""
 SUMMARY = "summary.json"
-"""The results, written at the end of the run."""
+"""File with the run's results, written when the run ends."""
 CODE = "code.json"
-"""Version of the code that the run is made with."""
+"""File with the version of relaxd's code that executes the run."""
 LOGS = "logs"
-"""Logs of services that were started for this run."""
+"""Folder with the log files of services that were started for this run."""
 TRACES = "traces"
-"""Spans of each process (telemetry.traces = "file")."""
+"""Folder with the trace spans of each process, written if telemetry.traces = "file"."""
 PROFILES = "profiles"
-"""Traces of torch's profiler, and snapshots of GPU memory (docs/profiling.md)."""
+"""Folder with traces of torch's profiler, and snapshots of GPU memory (docs/profiling.md)."""
 STEPS = "steps"
-"""Step files."""
+"""Folder with the step files: columns and plan of each committed step."""
 CHECKPOINTS = "checkpoints"
-"""The trainer's checkpoints by step; services/trainer/loop/checkpoint_folders.py describes their contents."""
+"""Folder with the trainer's checkpoints by step; services/trainer/loop/checkpoint_folders.py describes their
+contents."""
 CHECKPOINT_STATE = "state.json"
-"""File in a checkpoint with step, ledger, data cursor and configuration."""
+"""Name of the file in a checkpoint that has the step, ledger, data cursor and configuration."""
 KEPT = "kept"
-"""Empty file in a checkpoint that is never removed."""
+"""Name of an empty file that marks a checkpoint as permanent: relaxd never removes the checkpoint."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
-"""Name of a complete checkpoint."""
+"""Pattern of the folder name of a complete checkpoint, with the step's number."""
 MODELS = "models"
-"""Models exported during the run (trainer.checkpoint.export_every), by step."""
+"""Folder with the models exported during the run (trainer.checkpoint.export_every), by step."""
 EVALUATIONS = "evaluations"
-"""Answers of evaluations: step-N.jsonl for the held-out prompts, SET/step-N.jsonl for other sets."""
+"""Folder with evaluations' answers: step-N.jsonl for the held-out prompts, SET/step-N.jsonl for other sets."""
 HELD_OUT = "held_out"
-"""Name of the set of held-out prompts of the data source (eval.prompts)."""
+"""Name of the evaluation set of prompts that are held out from the training data (eval.prompts)."""
 BLOCK_BYTES = 64 * 1024
 
 
 def answers_file(folder: Path, name: str, step: int) -> Path:
-    """Return the file with the answers to an evaluation set's prompts after a step."""
+    """Return the path of the file with the answers of the evaluation after `step` on the set `name`."""
     return answers_folder(folder, name) / f"step-{step:06d}.jsonl"
 
 
 def answers_folder(folder: Path, name: str) -> Path:
-    """Return the folder with the answers to an evaluation set's prompts."""
+    """Return the path of the folder with all evaluations' answers on the set `name`."""
     return folder / EVALUATIONS / ("" if name == HELD_OUT else name)
 
 
 def all_samples_file(folder: Path, step: int) -> Path:
-    """Return the file with all samples of a step: JSON lines, compressed by gzip."""
+    """Return the path of the file with all samples of a step: JSON lines, compressed by gzip."""
     return folder / ALL_SAMPLES / f"step-{step:06d}.jsonl.gz"
 
 
 def critic_folder(folder: Path) -> Path:
-    """Return a critic service's folder in a run's folder. Its checkpoints are of the same steps as the trainer's."""
+    """Return the critic service's folder in a run's folder. Its checkpoints are of the same steps as the trainer's."""
     return folder / "critic"
 
 
 def checkpoints_folder(folder: Path) -> Path:
-    """Return the folder of the checkpoints of a run, or of its critic service."""
+    """Return the path of the folder with the checkpoints of a run, or of its critic service."""
     return folder / CHECKPOINTS
 
 
@@ -104,44 +106,44 @@ def model_path(folder: Path, step: int) -> Path:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, newest first."""
+    """Return the steps of which a run's folder has a complete checkpoint, newest first."""
     checkpoints = checkpoints_folder(folder)
     found = (CHECKPOINT_NAME.fullmatch(path.name) for path in checkpoints.iterdir()) if checkpoints.is_dir() else ()
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
 def step_files(folder: Path) -> dict[int, Path]:
-    """Return the step files in a run's folder, by step."""
+    """Return the paths of the step files in a run's folder, by step."""
     return {int(path.stem.removeprefix("step-")): path for path in (folder / STEPS).glob("step-*.safetensors")}
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether this folder has a run's record or results."""
+    """Return True if a folder contains a run's record, metrics or step files."""
     return any((folder / name).exists() for name in (RECORD, METRICS, STEPS))
 
 
 def use_of(folder: Path) -> str:
-    """Return the reason why a new run can't use this folder: a run in progress, with its stack, or an earlier one; ""
-    if it can."""
+    """Return why a new run can't use a folder, "" if it can: a coordinator works on a run there, or an earlier run has
+    files in it."""
     holder = holder_of(folder)
     return earlier_use_of(folder) if holder is None else held_use_of(folder, holder)
 
 
 def held_use_of(folder: Path, holder: str) -> str:
-    """Return the error that a stack's coordinator holds this folder."""
+    """Return the error message for a folder whose run another stack's coordinator works on."""
     who = f"stack {holder}" if holder else "the coordinator of a stack without a name"
     return f"{folder} is in use: {who} works on its run; choose another run id"
 
 
 def earlier_use_of(folder: Path) -> str:
-    """Return the error that this folder has an earlier run; "" if it has none."""
+    """Return the error message if a folder contains an earlier run, else ""."""
     if not holds_run(folder):
         return ""
     return f"{folder} contains an earlier run: choose another run id, or move its files away"
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether this is the folder of a run that has begun."""
+    """Return True if a folder is that of a run that has begun: it has run.json and config.json."""
     try:
         return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
     except OSError as error:
@@ -151,7 +153,7 @@ def is_run(folder: Path) -> bool:
 
 
 def begin_time(folder: Path) -> datetime | None:
-    """Return when the run of this folder began, or was restored last; None if the folder has no run."""
+    """Return the time at which a folder's run began or was last restored; None if the folder has no run."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return datetime.fromisoformat(record["begin_time"]) if is_run(folder) else None
@@ -160,16 +162,16 @@ def begin_time(folder: Path) -> datetime | None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file as a whole or not at all: readers see either the old or the new content. Raises OSError."""
+    """Replace a file's content atomically: readers see either the old or the new content. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
 
 
 def append_whole(file: io.FileIO, data: bytes) -> int:
-    """Append to an unbuffered file: all of `data`, or nothing if the disk is full.
+    """Append all of `data` to an unbuffered file, or nothing if the disk is full.
 
-    Raises OSError. Returns the offset of the data's end. Data that another process appends meanwhile stays.
+    Returns the offset of the data's end. Raises OSError. Keeps data that another process appends at the same time.
     """
     start = file.seek(0, os.SEEK_END)
     rest = memoryview(data)
@@ -184,7 +186,10 @@ def append_whole(file: io.FileIO, data: bytes) -> int:
 
 
 def append_lines(path: Path, text: str) -> int:
-    """Append lines to a file like `append_whole`. An incomplete last line is ended first, and readers skip it."""
+    """Append lines to a JSONL file: all, or none if the disk is full. Returns the offset of their end.
+
+    If the file's last line is incomplete, a line feed ends it first; readers skip such a line. Raises OSError.
+    """
     with path.open("ab+", buffering=0) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         line_feed = b"" if file.read(1) in (b"", b"\n") else b"\n"
@@ -192,14 +197,14 @@ def append_lines(path: Path, text: str) -> int:
 
 
 def closed_groups(folder: Path, start: int = 0, after: str = "") -> Iterator[dict[str, Any]]:
-    """Yield the lines of GROUPS, oldest first, without repeated entries.
+    """Yield the lines of groups.jsonl (finished groups), oldest first, without repeated groups.
 
-    A replaced coordinator that doesn't know it yet appends the same entries as its successor. Both append in order and
-    leave no entry out, so a line is new if its entry is higher than all before it.
+    A replaced coordinator that doesn't know it yet appends the same entries as its successor. Both append all entries
+    in order, so a line is new if its entry is higher than those of all earlier lines.
 
     Args:
         folder: the run's folder.
-        start: the byte at which to begin: the start of a line.
+        start: offset in bytes of the line at which to begin.
         after: the highest entry before `start`.
     """
     highest = _order(after)
@@ -211,13 +216,14 @@ def closed_groups(folder: Path, start: int = 0, after: str = "") -> Iterator[dic
 
 
 def _order(entry: object) -> tuple[int, int] | None:
-    """Return the sort key of an entry; None for a line that isn't one."""
+    """Return the sort key of a stream entry's id, "MILLISECONDS-NUMBER"; None for another value."""
     milliseconds, _, number = str(entry).partition("-")
     return (int(milliseconds), int(number)) if milliseconds.isdecimal() and number.isdecimal() else None
 
 
 def newest_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of SAMPLES, newest first, each sample once, because two coordinators may have appended it."""
+    """Yield the trained samples in samples.jsonl, newest first. A sample that two coordinators appended is yielded
+    once."""
     seen: set[str] = set()
     for line in newest_lines(folder / SAMPLES):
         entry = line.get("entry")
@@ -228,15 +234,15 @@ def newest_samples(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_all_samples(folder: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Yield all samples of a step, in the order of its groups; nothing if they were not stored."""
+    """Yield all samples of a step, in the order of its groups; nothing if the run didn't store all samples."""
     with contextlib.suppress(FileNotFoundError), gzip.open(all_samples_file(folder, step)) as file:
         yield from map(json.loads, file)
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file, oldest first; nothing if there is no file. Skips an incomplete last line.
+    """Yield the objects of a JSONL file, oldest first; nothing if the file is missing. Skips incomplete lines.
 
-    `start` is the byte at which to begin: the start of a line.
+    `start` is the offset in bytes of the line at which to begin.
     """
     if path.is_file():
         with path.open("rb") as file:
@@ -247,12 +253,13 @@ def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def newest_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Like `read_lines`, but newest first, reading no more of the file than is consumed."""
+    """Yield the objects of a JSONL file, newest first. Reads the file backwards, only as far as the caller iterates."""
     return (value for _, value in newest_lines_with_ends(path))
 
 
 def newest_lines_with_ends(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Like `newest_lines`, each with the offset of its end, line feed included."""
+    """Yield (end, object) for the lines of a JSONL file, newest first; `end` is the offset after the line's line
+    feed."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -277,7 +284,7 @@ def newest_lines_with_ends(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
-    """Parse a line. Returns None for an empty or incomplete one."""
+    """Return the object on a line of a JSONL file; None for an empty or incomplete line."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -286,7 +293,7 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Return the identity of the stack whose coordinator holds a run's folder; None if none does."""
+    """Return the identity of the stack whose coordinator works on a folder's run now; None if there is none."""
     try:
         with (folder / STACK).open() as file:
             try:
@@ -301,37 +308,38 @@ def holder_of(folder: Path) -> str | None:
 FORK = "fork.json"
 """Name of the file in a fork's folder that describes the original run."""
 REWARDS = "rewards.jsonl"
-"""File in a fork's folder with new reward columns, one line per group, if the fork has another reward."""
+"""Name of the file in a fork's folder with recomputed rewards, one line per group, if the fork has another reward."""
 EFFECTIVE_SIZE = "policy_drift_ess"
-"""Metric of the distance between recorded answers and the policy: 1 for the policy's own answers."""
+"""Name of the metric that says how well a fork's recorded answers fit its policy: 1 if the policy wrote them, less the
+further it has moved."""
 COMPARED_METRICS = ("reward_mean", "loss", "grad_norm", "entropy", EFFECTIVE_SIZE, "clip_fraction", "lr")
-"""Metrics to compare with the original's."""
+"""Names of the metrics of a fork that are shown beside the original run's."""
 
 OF_ORIGINAL = " of original"
-"""Suffix of the names of the original run's metrics."""
+"""Suffix of the names of the original run's metrics, where they are shown with the fork's."""
 
 
 @dataclass(frozen=True)
 class Fork:
-    """The origin of a fork."""
+    """Which run a fork was made from, and what was changed."""
 
     run_id: str
-    """The original run."""
+    """Id of the original run."""
     folder: str
-    """Folder of the original run."""
+    """Path of the original run's folder."""
     step: int
-    """Step of the original run after which the weights were taken."""
+    """Step of the original run after which the fork's initial weights were taken."""
     settings: tuple[str, ...] = ()
-    """The changed settings, each as NAME=VALUE."""
+    """Settings in which the fork differs from the original run, each as NAME=VALUE."""
 
 
 def write_fork(folder: Path, fork: Fork) -> None:
-    """Write the origin of a fork into its folder. Raises OSError."""
+    """Write into a fork's folder which run it was made from (fork.json). Raises OSError."""
     replace_file(folder / FORK, json.dumps(asdict(fork), indent=2) + "\n")
 
 
 def read_fork(folder: Path) -> Fork | None:
-    """Return the origin of a run; None if it isn't a fork."""
+    """Return which run a folder's run was forked from; None if it isn't a fork."""
     try:
         found = json.loads((folder / FORK).read_text(encoding="utf-8"))
         return Fork(**found | {"settings": tuple(found["settings"])})

@@ -4,12 +4,13 @@ import hashlib
 import threading
 
 SEEDS = 1 << 32
-"""Number of seeds that libraries accept: they also seed numpy, which accepts 0 to 2**32 - 1."""
+"""Number of different seeds that libraries accept: they also seed numpy, which accepts 0 to 2**32 - 1."""
 seeding = threading.Lock()
-"""Lock held while a conversation is seeded and draws its first state, so that no other one draws in between."""
+"""Lock for libraries' global generators: held while a conversation seeds them and draws its first state, so that no
+other conversation draws in between."""
 
 
 def seed_of(*parts: int | str) -> int:
-    """Return a seed of 63 bits, the same in every process, of parts such as run seed and group id."""
+    """Derive a 63-bit seed from parts such as the run's seed and a group's id; the same parts give the same seed."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,5 +1,5 @@
-"""Small forms of text: byte amounts for people, JSON from outside such as data rows and a model's config.json, and
-the rows of tables of text from which a module makes its declarations."""
+"""Small functions for text: format byte amounts for people, parse JSON from outside (data rows, a model's config.json),
+and split text tables in source files into rows."""
 
 import json
 import re
@@ -9,7 +9,7 @@ UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def byte_amount(count: float) -> str:
-    """Format a number of bytes with three digits, such as "1.07 GB"."""
+    """Format a number of bytes with three significant digits, such as "1.07 GB"."""
     for factor, unit in UNITS:
         if count >= 0.9995 * factor:  # 0.9995 rounds to 1.00
             return f"{count / factor:.3g} {unit}"
@@ -17,8 +17,8 @@ def byte_amount(count: float) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises JSONDecodeError, a ValueError, also for JSON that Python can't represent: deep nesting, long
-    numbers."""
+    """Parse JSON text. Raises JSONDecodeError, a ValueError, also for JSON that Python can't parse: too deeply nested,
+    or with numbers of too many digits."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -30,5 +30,5 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def table_rows(text: str) -> list[str]:
-    """Return the rows of a table of text, each as one line. A line that begins with a space continues its row."""
+    """Split a text table into its rows, each as one line. A line that begins with a space continues the row before."""
     return [" ".join(row.split()) for row in re.split(r"\n(?=\S)", text.strip())]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 TICK_SECONDS = 1.0
 FIRST_NOTICE_SECONDS = 30.0
-"""Seconds after which a wait is logged, and again each time its length has doubled."""
+"""Length at which a wait is first logged, in seconds. It is logged again each time its length has doubled."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Wait:
     on: str = ""
     """The party whose action ends the wait, such as a replica's id; empty if there is no particular one."""
     since: float = field(default_factory=time.monotonic)
-    """Monotonic time of its start."""
+    """Start of the wait, in seconds of the monotonic clock."""
     disk: bool = False
     """True if the wait ends once the run's folder is writable, for instance when its disk has room again."""
     next_notice: float = FIRST_NOTICE_SECONDS
@@ -43,7 +43,7 @@ class Wait:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """List this wait among those of this process inside the block."""
+        """List this wait among the process's current waits inside the block."""
         _OF_THIS_PROCESS.begin(self)
         try:
             yield
@@ -55,7 +55,7 @@ class Wait:
 
 
 class Waits:
-    """The waits of one process. Thread-safe."""
+    """The current waits of one process. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -63,7 +63,7 @@ class Waits:
         self._thread: threading.Thread | None = None
 
     def begin(self, wait: Wait) -> None:
-        """Add a wait."""
+        """Add a wait to the current waits."""
         with self._changed:
             self._waits.add(wait)
             if self._thread is None:
@@ -72,7 +72,7 @@ class Waits:
             self._changed.notify()
 
     def end(self, wait: Wait) -> None:
-        """Remove a wait."""
+        """Remove a wait that has ended from the current waits."""
         with self._changed:
             self._waits.discard(wait)
 
@@ -92,7 +92,7 @@ class Waits:
 
 
 def due_notices(waits: list[Wait]) -> list[str]:
-    """Return a line for each wait that is due to be logged."""
+    """Return a log line for each wait that is due to be logged, and double the length at which it is logged next."""
     lines = []
     for wait in waits:
         if wait.seconds >= wait.next_notice:
@@ -106,7 +106,7 @@ _OF_THIS_PROCESS = Waits()
 
 @contextmanager
 def waiting(reason: str, *, on: str = "", disk: bool = False) -> Iterator[Wait]:
-    """Report that the block waits: `reason` says for what, `on` for whom. `disk`: see `Wait.disk`."""
+    """List a wait inside the block: `reason` says what for, `on` for whom. `disk` is explained at `Wait.disk`."""
     wait = Wait(reason, on, disk=disk)
     with wait.named():
         yield wait
@@ -126,7 +126,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Backoff:
-    """Pauses that start at `first_seconds` and double up to `max_seconds`."""
+    """Pauses between attempts, which start at `first_seconds` and double up to `max_seconds`."""
 
     first_seconds: float
     max_seconds: float = float("inf")
@@ -136,7 +136,7 @@ class Backoff:
         return min(self.first_seconds * 2.0 ** min(failures - 1, 64), self.max_seconds)
 
     def spread_pause(self, failures: int) -> float:
-        """Return `pause` with up to half of it added at random, so that many callers don't return at once."""
+        """Return `pause` plus a random extra of up to half of it, so that many callers don't retry at the same time."""
         return self.pause(failures) * (1 + random.random() / 2)
 
 
@@ -144,5 +144,5 @@ _START = time.time() - time.monotonic()
 
 
 def steady_time() -> float:
-    """Return the Unix time, in seconds, as if the system's clock had not been set since this process began."""
+    """Return Unix time in seconds. Changes of the system's clock since this process began are ignored."""
     return _START + time.monotonic()

@@ -17,16 +17,18 @@ from relaxd.reasons import TRUNCATED
 
 Values = NDArray[np.float64]
 LOG_SMALLEST = -460.0
-"""Logarithm of the smallest discount power used, 1e-200: float64 loses digits only far below it."""
+"""Natural logarithm of the smallest discount power used, 1e-200: float64 loses digits only far below it."""
 
 
 def token_rewards(
     rewards: Values, lengths: NDArray[np.int32], mask: NDArray[np.uint8], kl: Values, kl_coef: float
 ) -> Values:
-    """ρ_t = -kl_coef x kl_t + [t is its sample's last trained token] x R. REINFORCE++, arXiv 2501.03262.
+    """Return the reward of each token: the KL penalty, and at a sample's last trained token also the sample's reward.
+
+    ρ_t = -kl_coef x kl_t + [t is its sample's last trained token] x R. REINFORCE++, arXiv 2501.03262.
 
     Args:
-        rewards: [n].
+        rewards: [n], R of each sample.
         lengths: [n], tokens of each sample, adding up to T.
         mask: [T].
         kl: [T], an estimate of the divergence from the reference at each token; ignored where mask is 0.
@@ -53,10 +55,10 @@ def token_rewards(
 def discounted_returns(
     token_rewards: Values, lengths: NDArray[np.int32], mask: NDArray[np.uint8], gamma: float
 ) -> Values:
-    """G_t = Σ_{u >= t} gamma^(u - t) ρ_u over the trained tokens of each sample.
+    """Return each token's discounted return: G_t = Σ_{u >= t} gamma^(u - t) ρ_u over its sample's trained tokens.
 
     Args:
-        token_rewards: [T].
+        token_rewards: [T], ρ.
         lengths: [n], adding up to T.
         mask: [T].
         gamma: discount for each trained token.
@@ -76,7 +78,7 @@ def generalized_advantages(
     gamma: float,
     lambda_: float,
 ) -> tuple[Values, Values]:
-    """Generalized advantage estimation: Schulman et al., arXiv 1506.02438, equations 11, 12 and 16.
+    """Return generalized advantages and returns of tokens: Schulman et al., arXiv 1506.02438, equations 11, 12 and 16.
 
     δ_t = ρ_t + gamma V_{t+1} - V_t, with V = 0 after a sample's last trained token; A_t = δ_t + gamma lambda A_{t+1};
     the returns, to which the critic is fitted, are A + V.
@@ -104,7 +106,7 @@ def generalized_advantages(
 
 
 def _discounted_sums(terms: Values, discount: float) -> Values:
-    """Return Σ_{u >= t} discount^(u - t) x terms_u for each t.
+    """Return for each t the discounted sum of the terms from t on: Σ_{u >= t} discount^(u - t) x terms_u.
 
     Works in blocks, short enough that discount^length doesn't underflow; a loop over single tokens takes minutes for a
     large step.
@@ -139,10 +141,10 @@ def rewards_equal(rewards: NDArray[np.float64]) -> bool:
 def group_relative(
     rewards: NDArray[np.float64], *, normalize_std: bool = False, std_epsilon: float = 1e-6
 ) -> NDArray[np.float64]:
-    """A_i = R_i - mean(R), divided by std(R) + std_epsilon if asked. DeepSeekMath, arXiv 2402.03300, section 4.1.2.
+    """Return each sample's advantage relative to its group. DeepSeekMath, arXiv 2402.03300, section 4.1.2.
 
-    std uses the divisor n - 1, as in verl and slime. The advantage of a group of one sample is its reward (mean 0, std
-    1, as in verl). Equal rewards give 0.
+    A_i = R_i - mean(R), with normalize_std divided by std(R) + std_epsilon. std uses the divisor n - 1, as in verl and
+    slime. In a group of one sample, the advantage is the reward (mean 0, std 1, as in verl). Equal rewards give 0.
 
     Args:
         rewards: [n].
@@ -161,7 +163,9 @@ def group_relative(
 
 
 def leave_one_out(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A_i = R_i - mean of the others' rewards = n / (n - 1) (R_i - mean(R)). RLOO, arXiv 2402.14740.
+    """Return each sample's advantage over the mean reward of its group's other samples. RLOO, arXiv 2402.14740.
+
+    A_i = R_i - mean of the others' rewards = n / (n - 1) (R_i - mean(R)).
 
     Args:
         rewards: [n], n >= 2.
@@ -237,7 +241,7 @@ def kl_estimates(
 
 @dataclass(frozen=True)
 class Whitening:
-    """Mean and standard deviation of a step's advantages.
+    """Mean and standard deviation of a step's advantages, with which they are normalised.
 
     One rank computes the two numbers and a step file records them; applying them again gives the same bits.
     """
@@ -249,7 +253,7 @@ class Whitening:
 
     @classmethod
     def of(cls, advantages: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.uint8]]) -> "Whitening":
-        """Compute a step's mean and deviation, in float64. The order of groups doesn't change a bit of the result.
+        """Compute mean and standard deviation of a step's advantages, in float64. The order of groups has no influence.
 
         The variance is that of the population (divisor: the number of tokens), and at least 1e-8.
 
@@ -276,6 +280,6 @@ class Whitening:
         return cls(mean, math.sqrt(max(variance, 1e-8)))
 
     def apply(self, advantages: NDArray[np.float32], mask: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return (A - mean) / deviation of each token, float32 [T], 0 where mask is 0."""
+        """Return each token's normalised advantage (A - mean) / deviation, float32 [T]; 0 where mask is 0."""
         normalized = (advantages.astype(np.float64) - self.mean) / (self.deviation or math.nan)
         return np.where(mask != 0, normalized, 0.0).astype(np.float32)

@@ -36,7 +36,7 @@ from relaxd.config import AlgorithmConfig
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
 
 LENGTHS = (3, 1, 4, 2)
-"""Lengths in tokens of the made-up group's samples, of one sequence each."""
+"""Length in tokens of each sample of the made-up group; a sample has one sequence."""
 MASK = (1, 0, 1, 1, 1, 1, 0, 1, 1, 1)
 
 
@@ -124,10 +124,10 @@ def try_loss(algorithm: Algorithm) -> None:
 
 
 def create_tried(config: AlgorithmConfig, *, with_loss: bool) -> Algorithm:
-    """Create the algorithm of an [algorithm] section, and try it if it is a user's own.
+    """Create the algorithm of an [algorithm] section. If it is a user's own class, try it on made-up values.
 
     Raises:
-        AlgorithmError: see `create`, `try_advantages` and `try_loss`. The message names the class.
+        AlgorithmError: the algorithm can't be created, or its trial failed. The message names the class.
     """
     algorithm = create(config)
     if isinstance(config, OwnConfig):
@@ -142,7 +142,7 @@ def create_tried(config: AlgorithmConfig, *, with_loss: bool) -> Algorithm:
 
 @dataclass(frozen=True)
 class _Group:
-    """A made-up group whose samples have one sequence each."""
+    """Made-up group for trials; its samples have one sequence each."""
 
     rewards: np.ndarray
     lengths: np.ndarray
@@ -190,7 +190,7 @@ def _call(what: str, function: Any) -> Any:
 
 
 def main() -> None:
-    """Run the program."""
+    """Try the algorithm whose [algorithm] section is on standard input, and print the problem as JSON."""
     try:
         create_tried(ALGORITHM.validate_json(sys.stdin.read()), with_loss=True)
     except AlgorithmError as error:

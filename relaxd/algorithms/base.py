@@ -21,33 +21,34 @@ if TYPE_CHECKING:
 
 NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
 OF_CANDIDATES = ("candidates", "teacher_candidate_logprobs")
-"""Columns with several values for each token."""
+"""Columns with several values per token: one for each candidate token of distillation."""
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """The advantages of one group."""
+    """Advantages of one group's tokens; for `WithCritic` their rewards."""
 
     values: NDArray[np.float32]
-    """float32 [T]: one value per token of the group's sequences, one after the other."""
+    """Advantage (or reward) of each token of the group's sequences, in order; float32 [T]."""
 
 
 @dataclass(frozen=True)
 class Filtered:
-    """Result for a group that is not trained on."""
+    """Returned instead of advantages for a group that is not trained on, with the reason."""
 
     reason: DropReason
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Settings of candidates: the vocabulary tokens for which student and teacher are compared at each position."""
+    """Settings of distillation's candidates: the vocabulary tokens whose probabilities are compared between student
+    and teacher at each position."""
 
     of: Literal["teacher", "student", "union"]
     """Model whose likeliest tokens are the candidates. "student" means the weights at the step's beginning if the
     teacher is in the trainer, and the engine that generated the token if it is a service."""
     top_k: int
-    """Number of candidates from each model that names some, at least 1."""
+    """Number of candidates that a model names at each position, at least 1; with "union" both models name as many."""
 
     @property
     def width(self) -> int:
@@ -96,29 +97,30 @@ class LossInputs:
     logprobs: Tensor
     """Log-probs of the tokens under the weights being trained (and the sampling temperature). Carries the gradient."""
     columns: Mapping[str, Tensor]
-    """The columns of `Needs.loss`, by name. Those of candidates are [T, k], their ids int64."""
+    """The board's columns that `Needs.loss` lists, by name. Columns with candidates are [T, k], with int64 ids."""
     mask: Tensor
-    """1 where the token is trained on, else 0."""
+    """Loss mask: 1 for tokens that are trained on, else 0."""
     weight: Tensor
     """Aggregation weight of each token, from `Algorithm.token_weights`."""
     sequence: Tensor
-    """int64 [T]: index of each token's sequence in the micro-batch."""
+    """Index, within the micro-batch, of the sequence that each token belongs to; int64 [T]."""
     sequences: int
     """Number of sequences in the micro-batch, some of which may have no token here."""
     entropy: Tensor | None = None
     """Entropy in nats of the distribution that each token was drawn from, with gradient if
     `Algorithm.needs_entropy`; may also be given for reporting."""
     candidate_logprobs: Tensor | None = None
-    """[T, k]: log-probs of the column "candidates" under the weights being trained, with gradient; 0 in empty slots."""
+    """Log-probs of the tokens in column "candidates" under the weights being trained, with gradient; 0 in empty slots;
+    [T, k]."""
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """Differentiable sum over the context-parallel ranks; None if this rank has all tokens."""
+    """Function that sums a tensor over the context-parallel ranks, differentiably; None if this rank has all tokens."""
 
     @property
     def old_logprobs(self) -> Tensor:
-        """[T]: log-probs under the weights at the step's beginning, without a gradient; see `Needs.old_logprobs`.
+        """Log-probs of the tokens under the weights at the step's beginning, [T], without gradient.
 
         In a step of one update they come from the forward pass. In a step of several updates the trainer computes them
-        before the first.
+        before the first. See `Needs.old_logprobs`.
         """
         return self.columns.get("old_logprobs", self.logprobs).detach()
 
@@ -157,16 +159,16 @@ class Algorithm(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """Columns of the board for the loss and the advantages."""
+        """Columns of the board that the loss and the advantages read."""
 
     @property
     def needs_entropy(self) -> bool:
-        """True if `loss` needs `entropy` with its gradient."""
+        """True if `loss` needs the tokens' entropy, with its gradient."""
 
     def advantages(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
     ) -> Advantages | Filtered:
-        """Advantages of one group.
+        """Return the advantages of one group's tokens, or `Filtered` if the group is not to be trained on.
 
         Args:
             rewards: float64 [n], finite, one per sample.
@@ -178,7 +180,7 @@ class Algorithm(Protocol):
         """
 
     def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Aggregation weight of each token of a group.
+        """Return the weight that each token of a group has in the loss.
 
         A sample's sequences count together, so that a conversation of several sequences weighs no more than an answer.
 
@@ -199,7 +201,7 @@ class Algorithm(Protocol):
         """
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Return summed loss and statistics of one micro-batch. A pure function.
+        """Return a micro-batch's summed loss, and its sums for metrics. A pure function.
 
         Raises:
             ValueError: an input that the algorithm needs is missing, or shapes differ.
@@ -226,11 +228,11 @@ class WithFilter(Protocol):
 
 
 class WithCritic(Algorithm, Protocol):
-    """An algorithm whose `Needs.values` is True."""
+    """Algorithm that trains a critic (`Needs.values` is True)."""
 
     @property
     def value_clip(self) -> float:
-        """Maximum change of a value per step that lowers the critic's loss, > 0."""
+        """Clip of the critic's loss: changing a value by more than this in a step doesn't lower the loss; > 0."""
 
     def advantages_and_returns(self, group: ValuedGroup) -> AdvantagesAndReturns:
         """Return a group's advantages, not yet normalised, and the returns to which the critic is fitted."""
@@ -238,20 +240,20 @@ class WithCritic(Algorithm, Protocol):
 
 @dataclass(frozen=True)
 class ValuedGroup:
-    """A group with the critic's values. Arrays are [T], the samples one after the other."""
+    """A group with the critic's values. Arrays per token are [T], with the tokens of the samples in order."""
 
     token_rewards: NDArray[np.float32]
-    """The values that `Algorithm.advantages` returned."""
+    """Reward of each token, as `Algorithm.advantages` returned it."""
     values: NDArray[np.float32]
-    """The critic's value before each token, given all tokens up to it."""
+    """Value of each token: what the critic predicts from all tokens before it."""
     mask: NDArray[np.uint8]
-    """1 where the token is trained on, else 0."""
+    """Loss mask: 1 for tokens that are trained on, else 0."""
     lengths: NDArray[np.int32]
-    """[n], tokens of each sample, adding up to T."""
+    """Number of tokens of each sample, [n], adding up to T."""
 
 
 class AdvantagesAndReturns(NamedTuple):
-    """Advantages and returns from a group's values; float32 [T], 0 where the mask is 0."""
+    """Advantage and return of each token of a group; both float32 [T], 0 where the mask is 0."""
 
     advantages: NDArray[np.float32]
     returns: NDArray[np.float32]
@@ -260,7 +262,7 @@ class AdvantagesAndReturns(NamedTuple):
 def sample_lengths(
     lengths: NDArray[np.integer], sample_of_sequence: NDArray[np.integer], samples: int
 ) -> NDArray[np.int32]:
-    """Return the tokens of each sample, of all its sequences.
+    """Return the number of tokens of each sample: the sum over the sample's sequences.
 
     Args:
         lengths: [S], tokens of each sequence.
@@ -281,7 +283,7 @@ def sample_lengths(
 
 
 def check_group(rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> None:
-    """Check that advantages can be computed.
+    """Check a group's rewards and lengths, from which advantages are computed.
 
     Args:
         rewards: [n].
@@ -303,7 +305,7 @@ def check_group(rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Non
 
 
 def check_inputs(inputs: LossInputs, needs: Needs, needs_entropy: bool) -> None:
-    """Check that a loss can be computed.
+    """Check that a micro-batch has the inputs that an algorithm's loss needs.
 
     Raises:
         ValueError: a needed input is missing, or shapes differ.

@@ -15,7 +15,7 @@ class CISPO(GroupNormalized):
     config: CISPOConfig
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:
-        """Return the weighted log-prob; tokens whose weight was clipped count as clipped."""
+        """Return -weight x advantage x log-prob of each token; tokens whose weight is limited count as clipped."""
         ratio = tokens.ratio.detach()
         weight = ratio.clamp(1.0 - self.config.clip_low, 1.0 + self.config.clip_high)
         return PolicyTerm(-weight * tokens.advantages * tokens.logprobs, ratio, weight != ratio)

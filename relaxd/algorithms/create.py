@@ -37,7 +37,7 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
         PPO,
     )
 }
-"""relaxd's algorithms by the `name` in the configuration."""
+"""Classes of the bundled algorithms, by `algorithm.name` in the configuration."""
 
 METHODS = ("advantages", "token_weights", "normalizer", "loss")
 ATTRIBUTES = ("needs", "needs_entropy")

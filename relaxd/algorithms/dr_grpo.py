@@ -19,5 +19,5 @@ class DrGRPO(Clipped):
     config: DrGRPOConfig
 
     def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the rewards relative to the group's mean, [n]."""
+        """Return each sample's advantage, its reward minus the group's mean reward; [n]."""
         return group_relative(rewards)

@@ -16,7 +16,7 @@ class GSPO(GroupNormalized):
     config: GSPOConfig
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:
-        """Return PPO's clipped objective of the ratio of each token's sequence."""
+        """Return PPO's clipped objective of each token, computed with the ratio of the token's sequence."""
         # The paper's mean is of unlimited ratios (unlike `tokens.log_ratio`); only its exponential must be finite.
         mean = tokens.sequence_mean(tokens.logprobs - tokens.old_logprobs)
         ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -37,14 +37,15 @@ if TYPE_CHECKING:
     from relaxd.algorithms.base import LossInputs
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this before exp, which keeps ratios finite."""
+"""Limit of the absolute value of log-ratios: they are clamped to it before exp, so that ratios stay finite."""
 
 
 def correction_weights(
     train_logprobs: Tensor, rollout_logprobs: Tensor, config: PolicyGradientConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight of each token's policy-gradient term, and where it was limited; with w of this module's
-    docstring:
+    """Return the correction weight of each token's policy-gradient term, and where that weight was limited.
+
+    The weight follows from w = pi_train,old(y_t) / pi_rollout(y_t), by `config.correction`:
 
     - none: 1.
     - tis: clip(w, tis_clip_low, tis_clip). Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework
@@ -130,9 +131,10 @@ def normalizer(aggregation: Aggregation, trained_tokens: int, samples: int, cons
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, config: ClippedConfig) -> tuple[Tensor, Tensor]:
-    """Return max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A): PPO, arXiv 1707.06347, equation 7.
+    """Return PPO's clipped loss of each token: arXiv 1707.06347, equation 7.
 
-    With dual_clip c, the loss of tokens with A < 0 is at most -c A: Dual-Clip PPO, arXiv 1912.09729.
+    It is max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), with ratio r and advantage A. With dual_clip c, the loss
+    of tokens with A < 0 is at most -c A: Dual-Clip PPO, arXiv 1912.09729.
 
     Args:
         ratio: [T], r, with gradient.
@@ -152,15 +154,15 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, config: ClippedConfig) -> tu
 
 
 def has_veto(config: PolicyGradientConfig) -> bool:
-    """Return True if the settings exclude tokens with an extreme ratio."""
+    """Return True if the settings exclude tokens whose probability ratio is extreme (veto_high, veto_low)."""
     return config.veto_high > 0 or config.veto_low > 0
 
 
 def vetoed(log_ratios: list[Tensor], trained: Tensor, inputs: LossInputs, config: PolicyGradientConfig) -> Tensor:
-    """Return True for tokens with an extreme ratio: above veto_high or below veto_low. NaN isn't hidden.
+    """Return True for tokens with an extreme probability ratio: above veto_high or below veto_low.
 
     PPO's clip doesn't limit the ratio of a token with a negative advantage from above, so one token whose probability
-    rose from 1e-8 to 1e-3 would have 1e5 times the gradient of any other.
+    rose from 1e-8 to 1e-3 would have 1e5 times the gradient of any other. A NaN ratio isn't excluded, so that it shows.
 
     Args:
         log_ratios: logarithms of the ratios to check, each [T].
@@ -240,9 +242,9 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return max((V - G)², (V_old + clip(V - V_old, ±clip) - G)²) / 2: PPO's value loss with its usual clip.
+    """Return PPO's value loss of each token, with the usual clip.
 
-    The factor 1/2 is verl's.
+    It is max((V - G)², (V_old + clip(V - V_old, ±clip) - G)²) / 2, with value V and return G. The factor 1/2 is verl's.
 
     Args:
         values: [T], V, with gradient.
@@ -259,7 +261,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 
 SMALLEST_REST = 1e-6
-"""Minimum total probability of the tokens that aren't candidates: less is lost in float32 rounding of the sums."""
+"""Minimum total probability of all tokens that aren't candidates; smaller values are rounding errors of float32."""
 
 
 def distilled(
@@ -269,7 +271,9 @@ def distilled(
     mask: NDArray[np.uint8],
     coefficient: float,
 ) -> NDArray[np.float64]:
-    """A_t - coefficient x (log π_student - log π_teacher): on-policy distillation, arXiv 2306.13649, in advantage form.
+    """Return each token's advantage with the teacher's part: on-policy distillation, arXiv 2306.13649, as an advantage.
+
+    A_t - coefficient x (log π_student - log π_teacher).
 
     The student's tokens are samples of the student, so that the difference estimates KL(student || teacher), the
     reverse divergence, at each token. It carries no gradient: the policy gradient uses it as an advantage.
@@ -313,14 +317,14 @@ class ComparedCandidates:
     """
 
     student: Tensor
-    """[T, k]: log-probs, with gradient."""
+    """The student's log-prob of each candidate, [T, k], with gradient."""
     teacher: Tensor
-    """[T, k]: log-probs; finite."""
+    """The teacher's log-prob of each candidate, [T, k]; finite."""
     present: Tensor
-    """bool [T, k]: True where the slot holds a candidate."""
+    """True for slots that hold a candidate, False for empty ones; bool [T, k]."""
 
     def divergence(self, kind: Divergence) -> Tensor:
-        """Return a divergence at each token, [T], with p the student's and q the teacher's probabilities.
+        """Return the divergence between student and teacher at each token, [T]; p: student's, q: teacher's probability.
 
         - reverse_kl: KL(p || q) = sum p log(p / q). The gradient in expectation of `distilled`, without its noise.
         - forward_kl: KL(q || p) = sum q log(q / p).
@@ -333,23 +337,25 @@ class ComparedCandidates:
 
     @property
     def student_mass(self) -> Tensor:
-        """The student's probability of all candidates together, [T]."""
+        """Total probability that the student gives to the candidates, at each token; [T]."""
         return self.student.exp().masked_fill(~self.present, 0.0).sum(-1)
 
     @property
     def teacher_mass(self) -> Tensor:
-        """The teacher's probability of all candidates together, [T]."""
+        """Total probability that the teacher gives to the candidates, at each token; [T]."""
         return self.teacher.exp().masked_fill(~self.present, 0.0).sum(-1)
 
     @property
     def overlap(self) -> Tensor:
-        """Share of the student's top candidates that are also among the teacher's, for candidates of both models;
-        [T]."""
+        """Share of the student's top tokens that are also top tokens of the teacher, at each token; [T].
+
+        Only meaningful if both models name candidates.
+        """
         return 2 - 2 * self.present.sum(-1) / max(self.present.shape[-1], 1)
 
 
 def _terms(kind: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
-    """Return each token's term of a divergence, from the log-probs of both."""
+    """Return the summand of a divergence for each pair of a student's and a teacher's log-prob."""
     match kind:
         case "reverse_kl":
             return student.exp() * (student - teacher)

@@ -44,27 +44,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a micro-batch for `policy_term`: float [T], 0 where the mask is 0."""
+    """Values of a micro-batch's tokens, from which `policy_term` is computed. Float [T] unless stated otherwise; 0
+    where the mask is 0."""
 
     inputs: LossInputs
-    """The complete loss inputs, for instance for `segment_sum`."""
+    """All inputs of the loss, for instance for their method `segment_sum`."""
     trained: Tensor
-    """bool [T], the mask."""
+    """Loss mask: True for tokens that are trained on; bool [T]."""
     logprobs: Tensor
-    """Log-probs under the weights being trained, with gradient."""
+    """Log-probs of the tokens under the weights being trained, with gradient."""
     old_logprobs: Tensor
-    """Log-probs under the old policy, without gradient."""
+    """Log-probs of the tokens under the old policy, without gradient."""
     rollout_logprobs: Tensor
-    """Log-probs that the engine reported."""
+    """Log-probs of the tokens as the engine reported them."""
     log_ratio: Tensor
-    """logprobs - old_logprobs, limited to ± MAX_LOG_RATIO so that its exponential is finite. With gradient, except
-    beyond these limits."""
+    """Logarithm of each token's probability ratio, logprobs - old_logprobs, clamped to ± MAX_LOG_RATIO so that its
+    exponential is finite. Has a gradient except where it is clamped."""
     advantages: Tensor
-    """Advantages."""
+    """Advantage of each token."""
 
     @property
     def ratio(self) -> Tensor:
-        """Probability ratio to the old policy."""
+        """Ratio of each token's probability under the trained weights to that under the old policy."""
         return self.log_ratio.exp()
 
     def sequence_mean(self, values: Tensor) -> Tensor:
@@ -84,21 +85,21 @@ class Tokens:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """The policy-gradient term of a loss; all [T]."""
+    """Policy-gradient term of the loss, per token; all fields are [T]."""
 
     loss: Tensor
     """Loss of each token, with gradient."""
     ratio: Tensor
-    """The ratio to report."""
+    """Probability ratio of each token, for metrics."""
     clipped: Tensor
-    """bool: tokens whose gradient is clipped, for metrics."""
+    """True for tokens whose gradient is clipped, for metrics; bool."""
 
 
 class PolicyGradient:
-    """Base of the algorithms. Its settings are a `PolicyGradientConfig`."""
+    """Base class of the bundled algorithms; a user's own may extend it. Settings: `PolicyGradientConfig`."""
 
     Config: ClassVar[type[PolicyGradientConfig]] = PolicyGradientConfig
-    """Type of its settings."""
+    """Class of the algorithm's settings."""
 
     def __init__(self, config: PolicyGradientConfig) -> None:
         self.config = config
@@ -152,7 +153,7 @@ class PolicyGradient:
 
     @property
     def needs(self) -> Needs:
-        """Columns of the board that the settings require."""
+        """Columns of the board that the algorithm reads under its settings."""
         reference = ("ref_logprobs",) if self.config.needs_reference else ()
         teacher: tuple[str, ...] = ("teacher_logprobs",) if self.config.needs_teacher else ()
         top_k = self.config.distill_top_k
@@ -182,10 +183,11 @@ class PolicyGradient:
     def filtered(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
     ) -> Filtered | None:
-        """Return the reason not to train on a group: drop_zero_variance is set, and no sample would have an advantage.
+        """Return `Filtered` for a group in which no sample would have an advantage, else None.
 
-        With mask_truncated, a group is filtered if all samples were cut off. Any group of several samples is filtered
-        if its rewards are equal: after overlong shaping, without KL penalty and teacher.
+        Always returns None without drop_zero_variance. With mask_truncated, a group is filtered if all samples were cut
+        off. Any group of several samples is filtered if its rewards are equal: after overlong shaping, without KL
+        penalty and teacher.
 
         Args:
             rewards: float64 [n], finite.
@@ -207,7 +209,9 @@ class PolicyGradient:
     def advantages(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
     ) -> Advantages | Filtered:
-        """Advantages of one group: shape the rewards, filter, compute, add the teacher, leave out truncated samples.
+        """Return the advantages of one group's tokens, or `Filtered`.
+
+        Shapes rewards, filters, computes advantages, adds the teacher's part, sets those of truncated samples to 0.
 
         Args:
             rewards: float64 [n], finite.
@@ -250,8 +254,9 @@ class PolicyGradient:
         return loss_terms.normalizer(config.loss_aggregation, trained_tokens, samples, config.constant_length)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Sum over trained tokens of weight x (w x policy term + KL terms - entropy_coef x entropy).
+        """Return the loss of a micro-batch, summed over trained tokens, and sums for metrics.
 
+        A token's loss is weight x (w x policy term + KL terms - entropy_coef x entropy).
         w is `correction_weights` (1 without a correction), and 0 for `excluded_tokens`. The old policy is the engine's,
         or the trainer's at the start of the step (old_logprobs = "current"). In a step of one update the forward pass
         computes the latter: the ratio is 1, and its gradient is that of the log-prob.
@@ -326,7 +331,7 @@ class PolicyGradient:
 
     @property
     def _student_column(self) -> str:
-        """The column of the student's log-probs that advantages read."""
+        """Name of the column with the student's log-probs from which advantages are computed."""
         return "old_logprobs" if self.config.student_logprobs == "current" else "rollout_logprobs"
 
     @property
@@ -366,23 +371,26 @@ class PolicyGradient:
 
 
 class GroupNormalized(PolicyGradient):
-    """Advantages relative to the group's mean and standard deviation."""
+    """Base class of algorithms with advantages relative to the group's mean and standard deviation."""
 
     config: NormalizedConfig
 
     def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return A_i = (R_i - mean(R)) / (std(R) + std_epsilon), [n]; without normalize_std R_i - mean(R)."""
+        """Return each sample's advantage (R_i - mean(R)) / (std(R) + std_epsilon), [n].
+
+        Without normalize_std it is R_i - mean(R).
+        """
         config = self.config
         return group_relative(rewards, normalize_std=config.normalize_std, std_epsilon=config.std_epsilon)
 
 
 class Clipped(PolicyGradient):
-    """PPO's clipped objective of each token."""
+    """Base class of algorithms with PPO's clipped objective."""
 
     config: ClippedConfig
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:
-        """Return max(-r A, -clip(r) A); see `clipped_loss`."""
+        """Return PPO's clipped objective of each token: max(-r A, -clip(r) A), with ratio r and advantage A."""
         loss, clipped = clipped_loss(tokens.ratio, tokens.advantages, self.config)
         return PolicyTerm(loss, tokens.ratio, clipped)
 
@@ -400,12 +408,12 @@ def _check_term(term: PolicyTerm, logprobs: Tensor) -> None:
 
 
 def _masked(values: Tensor, trained: Tensor) -> Tensor:
-    """Return values [T], 0 where not trained [T]."""
+    """Return the values, [T], with 0 for tokens that aren't trained."""
     return values.masked_fill(~trained, 0.0)
 
 
 def _compared(inputs: LossInputs, trained: Tensor) -> ComparedCandidates:
-    """Return the tokens' candidates; none for tokens that aren't trained."""
+    """Return the candidates of student and teacher at each token; all slots of untrained tokens are empty."""
     assert inputs.candidate_logprobs is not None
     present = (inputs.columns["candidates"] >= 0) & trained.unsqueeze(-1)
     student, teacher = inputs.candidate_logprobs, inputs.columns["teacher_candidate_logprobs"]

@@ -25,8 +25,7 @@ class PPO(Clipped):
 
     @property
     def needs(self) -> Needs:
-        """Columns that the settings require, the mask, a critic, and normalised advantages if whiten_advantages is
-        set."""
+        """Needs of the base class, and the loss mask, a critic and, with whiten_advantages, normalised advantages."""
         needs = super().needs
         return replace(
             needs,
@@ -54,7 +53,7 @@ class PPO(Clipped):
         return advantage_terms.token_rewards(rewards, lengths, mask, kl, kl_coef)
 
     def advantages_and_returns(self, group: ValuedGroup) -> AdvantagesAndReturns:
-        """Return generalized advantages, and the returns."""
+        """Return the generalized advantage and the return of each of a group's tokens."""
         rewards, values = group.token_rewards.astype(np.float64), group.values.astype(np.float64)
         gamma, lambda_ = self.config.gamma, self.config.gae_lambda
         advantages, goals = advantage_terms.generalized_advantages(

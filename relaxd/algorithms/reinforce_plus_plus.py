@@ -27,7 +27,7 @@ class ReinforcePlusPlus(Clipped):
 
     @property
     def needs(self) -> Needs:
-        """Columns that the settings require, and the mask."""
+        """Columns that the base class reads, and the loss mask for advantages."""
         needs = super().needs
         return replace(needs, advantages=tuple(dict.fromkeys(("loss_mask", *needs.advantages))))
 
@@ -54,5 +54,5 @@ class ReinforcePlusPlusBaseline(Clipped):
     config: ReinforcePlusPlusBaselineConfig
 
     def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the rewards relative to the group's mean, [n], not yet normalised."""
+        """Return each sample's advantage, its reward minus the group's mean reward; [n], not yet normalised."""
         return group_relative(rewards)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class AlgorithmError(ValueError):
-    """An algorithm can't be used, or failed. The message names the setting, or class and method."""
+    """An algorithm can't be used, or one of its methods failed. The message names the setting, or class and method."""
 
 
 # --- called on real groups --------------------------------------------------------------------------------------------
@@ -61,13 +61,13 @@ def filtered_by(
 def advantages_of(
     algorithm: Algorithm, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any]
 ) -> Advantages | Filtered:
-    """Return a group's advantages; see `Algorithm.advantages`. Raises AlgorithmError."""
+    """Return a group's advantages from `Algorithm.advantages`, checked. Raises AlgorithmError."""
     found = _called(algorithm, "advantages()", lambda: algorithm.advantages(rewards, lengths, columns))
     return _checked(algorithm, lambda: check_advantages(found, int(lengths.sum())))
 
 
 def returns_of(algorithm: Algorithm, group: ValuedGroup) -> AdvantagesAndReturns:
-    """Return a group's advantages and returns; see `WithCritic`.
+    """Return a group's advantages and returns from `WithCritic.advantages_and_returns`, checked.
 
     The result may be non-finite if token rewards or values are, as after a failed forward pass.
 
@@ -82,7 +82,7 @@ def returns_of(algorithm: Algorithm, group: ValuedGroup) -> AdvantagesAndReturns
 
 
 def token_weights_of(algorithm: Algorithm, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Return the weights of a group's tokens; see `Algorithm.token_weights`. Raises AlgorithmError."""
+    """Return each token's weight in the loss, from `Algorithm.token_weights`, checked. Raises AlgorithmError."""
     found = _called(algorithm, "token_weights()", lambda: algorithm.token_weights(mask, lengths))
     return _checked(algorithm, lambda: check_token_weights(found, mask))
 
@@ -100,7 +100,7 @@ def loss_of(algorithm: Algorithm, inputs: LossInputs) -> LossOutput:
 
 
 def unexplained(algorithm: Algorithm) -> str:
-    """Return the error text for losses that aren't finite although all of their inputs are finite."""
+    """Return the error text for a loss that isn't finite although all inputs of `Algorithm.loss` are finite."""
     return f"{_name(algorithm)}: loss() returned NaN or infinity for inputs that are finite"
 
 
@@ -111,7 +111,7 @@ def check_advantages(result: Any, tokens: int) -> Advantages | Filtered:
     """Check and return the result of `Algorithm.advantages`.
 
     Raises:
-        AlgorithmError: it is no Advantages or Filtered, or the values aren't finite float32 [tokens].
+        AlgorithmError: the result is neither Advantages nor Filtered, or the values aren't finite float32 [tokens].
     """
     if isinstance(result, Filtered):
         return result
@@ -168,7 +168,7 @@ def check_loss(result: Any) -> LossOutput:
 
 
 def shown(value: Any) -> str:
-    """Return a short form of a value for errors."""
+    """Return a short form of a value for error texts: a tensor's or array's dtype and shape, else type and value."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"{type(value).__name__} {value!r}"[:80]

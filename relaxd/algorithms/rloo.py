@@ -19,9 +19,9 @@ class RLOO(PolicyGradient):
     config: RLOOConfig
 
     def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the rewards relative to the mean reward of the other samples, [n]."""
+        """Return each sample's advantage, its reward minus the mean reward of the group's other samples; [n]."""
         return leave_one_out(rewards)
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:
-        """Return the log-prob weighted by the advantage. Nothing is clipped."""
+        """Return -advantage x log-prob of each token. No token is clipped."""
         return PolicyTerm(-tokens.advantages * tokens.logprobs, tokens.ratio, tokens.ratio != tokens.ratio)

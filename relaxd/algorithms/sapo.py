@@ -16,7 +16,7 @@ class SAPO(GroupNormalized):
     config: SAPOConfig
 
     def policy_term(self, tokens: Tokens) -> PolicyTerm:
-        """Return the gated objective; tokens whose gradient the gate reduces to less than 0.9 count as clipped."""
+        """Return each token's gated objective. A token counts as clipped if the gate's gradient factor is below 0.9."""
         config, ratio = self.config, tokens.ratio
         positive = tokens.advantages > 0
         tau = ratio.new_full(ratio.shape, config.tau_negative).masked_fill(positive, config.tau_positive)

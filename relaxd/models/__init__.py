@@ -1,10 +1,10 @@
-"""Models' folders, read without torch: places, shapes, vocabularies, and divisions among ranks."""
+"""Reads models' folders without torch: where they are, models' sizes and vocabularies, and divisions among ranks."""
 
 from relaxd.config.section import with_setting
 
 
 class DataError(ValueError):
-    """Invalid data, tokenizer or model folder.
+    """The data, a tokenizer or a model folder is invalid.
 
     `field` is the dotted name of the setting to change, such as "data.path"; the message says what is wrong and where.
     """

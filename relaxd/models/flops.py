@@ -14,12 +14,12 @@ PEAK_FLOPS: Mapping[str, float] = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-"""Dense bf16 FLOP/s of a GPU on an SXM board, by a word of its name; GPUs on other boards are slower."""
+"""Dense bf16 FLOP/s of a GPU on an SXM board, by a word of the GPU's name. GPUs on other boards are slower."""
 SOUND_CHUNK = (50, 25, 13)
-"""Number of frames left of one second of sound (100 frames) after each convolution of an audio tower. The last ones are
-the tokens."""
+"""Number of spectrogram frames to which each convolution of an audio tower reduces one second of sound (100 frames).
+The last number is the number of tokens."""
 SOUND_WINDOW = 104
-"""Number of tokens in an attention window of the audio tower: 800 frames of the spectrogram."""
+"""Number of tokens in an attention window of the audio tower; they stand for 800 spectrogram frames."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -31,7 +31,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def training_flops(shape: ModelShape, tokens: float, trained: float, attended: float) -> float:
-    """Return the FLOPs of forward and backward passes: a third of them are the forward passes'.
+    """Return the FLOPs of forward and backward passes. A third of them are for the forward passes.
 
     Per token: 6 per parameter that it uses, the output layer's only if it is trained; 12 x heads x head size per
     attention layer and token that it attends to; and `state_flops`. Recomputation isn't counted.
@@ -49,14 +49,15 @@ def training_flops(shape: ModelShape, tokens: float, trained: float, attended: f
 
 
 def state_flops(shape: ModelShape) -> float:
-    """Return the FLOPs per token for the states of gated delta nets: each number is read twice and written once."""
+    """Return the training FLOPs per token for the states of gated delta nets. Each number of a state is read twice and
+    written once."""
     sizes = shape.delta_net
     return 18.0 * sum(sizes.layers) * sizes.values * sizes.key_size if sizes is not None else 0.0
 
 
 def vision_flops(tower: VisionShape, tokens: float) -> float:
-    """Return the FLOPs of a vision tower's forward pass over `tokens` tokens: those of an image, or of one temporal
-    patch of a video."""
+    """Return the FLOPs of a vision tower's forward pass over `tokens` tokens, which stand for an image or for one time
+    of a video."""
     hidden, merged, patches = tower.hidden, tower.hidden * tower.merge**2, tokens * tower.merge**2
     of_patch = tower.patch_values * hidden + tower.layers * (4 * hidden**2 + 2 * hidden * tower.ffn)
     of_attention = 4.0 * tower.layers * hidden * patches**2
@@ -67,7 +68,7 @@ def vision_flops(tower: VisionShape, tokens: float) -> float:
 def audio_flops(tower: AudioShape, tokens: float) -> float:
     """Return the FLOPs of an audio tower's forward pass over a sound of `tokens` tokens in whole chunks and windows.
 
-    They are in proportion to the tokens, because attention sees a window.
+    The FLOPs grow in proportion to the tokens, because attention is within windows.
     """
     hidden, channels = tower.hidden, tower.channels
     bands = [-(-tower.bands // 2**layer) for layer in (1, 2, 3)]

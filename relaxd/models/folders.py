@@ -1,4 +1,4 @@
-"""Lookup of model folders by path, name of a fetched model, or hub name."""
+"""Finds model folders by path, by the name of a fetched model, or by hub name."""
 
 import difflib
 import os
@@ -10,7 +10,7 @@ from relaxd.models.shape import expert_dtype
 from relaxd.text import parse_json
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Possible names of the field with the number of experts per layer in a config.json; one of them is set."""
+"""Possible names of the config.json field with the number of experts per layer. At most one of them is set."""
 
 FETCHABLE = (
     "smollm2-135m",
@@ -21,11 +21,11 @@ FETCHABLE = (
     "pitches-beginner",
     "zoom-beginner",
 )
-"""Names of the models that `relaxd model fetch` gets, as in `relaxd.tools.model_fetch.MODELS`."""
+"""Names of the models that `relaxd model fetch` can fetch, as in `relaxd.tools.model_fetch.MODELS`."""
 
 
 def models_folder() -> Path:
-    """Return the folder of fetched models: RELAXD_MODELS, or in the user's cache folder."""
+    """Return the folder of fetched models: RELAXD_MODELS, else a folder in the user's cache folder."""
     if chosen := os.environ.get("RELAXD_MODELS"):
         return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -71,12 +71,12 @@ def frozen_models(config: RunConfig, role: str, *, weights: bool = True) -> dict
 
 
 def models_in_trainer(config: RunConfig) -> dict[str, dict[str, Path]]:
-    """Return the frozen models that the trainer's ranks hold: for each role the folders by model name."""
+    """Return, for each role whose frozen models the trainer's ranks hold, the models' folders by model name."""
     return {role: frozen_models(config, role) for role in config.frozen_roles("trainer")}
 
 
 def routed_expert_bytes(folder: Path) -> int:
-    """Return the bytes of a token's expert ids ([layers, top k]); 0 for a model without experts."""
+    """Return the size in bytes of one token's expert ids ([layers, top k]); 0 for a model without experts."""
     try:
         model = parse_json((folder / "config.json").read_text())
         experts = max(int(model.get(name) or 0) for name in EXPERT_COUNTS)

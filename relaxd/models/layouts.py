@@ -12,7 +12,7 @@ from relaxd.models.shape import ModelShape
 
 
 def stage_layers(layers: int, stages: int, chosen: Sequence[int] = ()) -> list[range]:
-    """Return the layers of each stage.
+    """Return the layers of each pipeline stage.
 
     Args:
         layers: number of the model's layers.
@@ -26,7 +26,7 @@ def stage_layers(layers: int, stages: int, chosen: Sequence[int] = ()) -> list[r
 
 
 def chunk_layers(layers: int, stages: int, chosen: Sequence[int] = (), chunks: int = 1) -> list[list[range]]:
-    """Return the layers of each stage's chunks.
+    """Return the layers of each pipeline stage, by chunk.
 
     A micro-batch goes through the first chunks of all stages, then through their second ones, and so on.
 
@@ -42,21 +42,22 @@ def chunk_layers(layers: int, stages: int, chosen: Sequence[int] = (), chunks: i
 
 @dataclass(frozen=True)
 class ContextDivision:
-    """Division of attention among context-parallel ranks, for the heads of one tensor-parallel rank."""
+    """How context-parallel ranks divide the attention of one tensor-parallel rank's heads."""
 
     exchanging: int
-    """Number of ranks per group. They exchange tokens for heads, so each attends with some heads over all the group's
-    tokens."""
+    """Number of ranks in a set of exchanging ranks. They exchange tokens for heads: each rank attends with some of the
+    heads over all tokens of the set."""
     gathering: int
-    """Number of groups that gather: each attends from its own tokens, with keys and values from all groups."""
+    """Number of sets of exchanging ranks. Each set attends from its own tokens, and gathers the keys and values of
+    all sets."""
     copies: int
-    """Number of exchanging ranks with the same key-value head."""
+    """Number of exchanging ranks that have the same key-value head."""
 
 
 def context_division(ranks: int, heads: int, kv_heads: int) -> ContextDivision:
-    """Divide attention so that the largest possible groups of ranks exchange heads.
+    """Divide attention so that the sets of ranks that exchange tokens for heads are as large as possible.
 
-    Each rank then has either whole key-value heads, or an equal part of one's query heads.
+    Each rank then has either whole key-value heads, or an equal part of one key-value head's query heads.
 
     Args:
         ranks: context-parallel ranks.
@@ -76,7 +77,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, and memory-saving settings."""
+    """Division of a model among ranks: the parallel sizes, and settings that save memory."""
 
     ranks: int
     tensor: int = 1
@@ -86,23 +87,23 @@ class Layout:
     _: KW_ONLY
     recompute: Recompute = "none"
     recompute_layers: int = 0
-    """Number of layers per stage that recompute activations; 0: all."""
+    """Number of layers in each pipeline stage whose activations are recomputed; 0: all layers."""
     offload: bool = False
     """True if the optimizer's state is in the host's memory."""
     pipeline_layers: tuple[int, ...] = ()
-    """Number of layers of each stage; empty: divided evenly."""
+    """Number of layers of each pipeline stage; empty: the layers are divided evenly."""
     pipeline_chunks: int = 1
-    """Number of chunks per stage."""
+    """Number of chunks into which each pipeline stage's layers are divided."""
     activations_on_host: int = 0
-    """Bytes of host memory for each rank's activations."""
+    """Host memory in which each rank may keep activations, in bytes."""
     shard_gradients: bool = False
     """True if each rank keeps only a shard of the gradients."""
     overlap_grad_reduce: bool = False
-    """True if gradients are reduced during the backward pass."""
+    """True if gradients are reduced among ranks during the backward pass, not after it."""
 
     @classmethod
     def of_trainer(cls, config: TrainerConfig) -> "Layout":
-        """Return the trainer's layout."""
+        """Create the layout that the trainer's settings give."""
         return cls(
             config.ranks,
             config.tensor_parallel,
@@ -121,7 +122,7 @@ class Layout:
 
     @classmethod
     def of_replica(cls, config: ReplicaSizes) -> "Layout":
-        """Return the layout of a replica that holds a frozen model or the critic."""
+        """Create the layout of a replica that holds a frozen model or the critic."""
         sizes = config.tensor_parallel, config.pipeline_parallel, config.context_parallel, config.expert_parallel
         return cls(config.ranks, *sizes)
 
@@ -142,17 +143,18 @@ class Layout:
 
     @property
     def expert_data(self) -> int:
-        """Number of ranks that hold the same experts."""
+        """Number of ranks that hold a copy of the same experts."""
         return self.ranks // (self.pipeline * self.expert * self.expert_tensor)
 
     @property
     def slices(self) -> int:
-        """Number of ranks that share a micro-batch's tokens; tensor-parallel ranks do so by sequence parallelism."""
+        """Number of ranks among which a micro-batch's tokens are divided: tensor-parallel (by sequence parallelism) and
+        context-parallel ones."""
         return self.tensor * self.context
 
     @property
     def name(self) -> str:
-        """Short form of the sizes, such as "TP2 PP2 DP2, selective"."""
+        """Short description of the layout, such as "TP2 PP2 DP2, selective"."""
         sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "EP": self.expert, "DP": self.data}
         words = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
         words += " (" + "+".join(map(str, self.pipeline_layers)) + " layers)" if self.pipeline_layers else ""
@@ -164,7 +166,7 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, int | str | bool | tuple[int, ...]]:
-        """Trainer settings for this layout."""
+        """Values of the [trainer] settings that give this layout."""
         return {
             "trainer.ranks": self.ranks,
             "trainer.tensor_parallel": self.tensor,
@@ -180,7 +182,8 @@ class Layout:
         }
 
     def division(self, shape: ModelShape) -> ContextDivision:
-        """Return the context-parallel ranks' division of attention, for a model that tensor_parallel divides."""
+        """Return how context-parallel ranks divide attention. The model's heads must be divisible by
+        tensor_parallel."""
         return context_division(self.context, shape.heads // self.tensor, shape.kv_heads // self.tensor)
 
     def stage_layers(self, shape: ModelShape, stage: int = 0) -> int:
@@ -193,19 +196,20 @@ class Layout:
         return [layer for chunk in chunks for layer in chunk]
 
     def recomputed_layers(self, shape: ModelShape, stage: int = 0) -> int:
-        """Return the number of a stage's layers whose activations are recomputed."""
+        """Return the number of layers in a pipeline stage whose activations are recomputed."""
         if self.recompute == "none":
             return 0
         return min(self.recompute_layers or shape.layers, self.stage_layers(shape, stage))
 
 
 def problem(layout: Layout, shape: ModelShape, section: str = "trainer") -> str:
-    """Describe the first size of a layout that doesn't divide the model, with valid sizes; "" if all divide it."""
+    """Return a message about the first parallel setting that doesn't divide the model, with valid values; "" if every
+    setting divides it."""
     return next((f"{section}.{field} {wrong}" for field, wrong in problems(layout, shape)), "")
 
 
 def problems(layout: Layout, shape: ModelShape) -> list[tuple[str, str]]:
-    """Return each setting of a layout that doesn't divide the model, with a message that names valid values.
+    """Return each parallel setting that doesn't divide the model, with a message that names valid values.
 
     Context parallelism needs no division: where heads don't divide, ranks attend from slices of the tokens.
     """
@@ -260,7 +264,7 @@ def problems(layout: Layout, shape: ModelShape) -> list[tuple[str, str]]:
 
 
 def _divisors(number: int, most: int) -> str:
-    """List the divisors of a number up to `most`, for people."""
+    """Return the divisors of a number up to `most` as a text for messages."""
     return ", ".join(str(other) for other in range(1, most + 1) if number % other == 0)
 
 
@@ -295,27 +299,27 @@ def possible_layouts(shape: ModelShape, ranks: int, groups: int, *, offload: boo
 
 @dataclass(frozen=True)
 class Parameters:
-    """A rank's number of parameters, by kind."""
+    """Number of parameters that a rank holds, by kind."""
 
     dense: int
-    """Parameters that all data- and context-parallel ranks of the stage share."""
+    """Number of parameters outside experts and towers. All data- and context-parallel ranks of a stage have copies."""
     experts: int
-    """Parameters of experts, which fewer ranks share."""
+    """Number of experts' parameters, of which fewer ranks have copies."""
     vision: int = 0
-    """Parameters of towers, complete on all ranks of the first stage. By default they aren't trained."""
+    """Number of towers' parameters, all of which each rank of the first stage holds. By default they aren't trained."""
 
     @property
     def all(self) -> int:
-        """Total number of parameters."""
+        """Number of all parameters that the rank holds."""
         return self.dense + self.experts + self.vision
 
     def trained(self, *, vision: bool) -> "Parameters":
-        """Return the trained parameters, with or without the vision tower's."""
+        """Return the numbers of trained parameters; `vision`: True if towers are trained."""
         return Parameters(self.dense + (self.vision if vision else 0), self.experts)
 
 
 def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: bool = False) -> Parameters:
-    """Count the parameters of one rank of a pipeline stage.
+    """Return the number of parameters that one rank of a pipeline stage holds.
 
     Args:
         shape: the model.
@@ -340,8 +344,8 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: b
 
 
 def layer_parameters(shape: ModelShape, layout: Layout, layer: int) -> tuple[int, int]:
-    """Return a rank's numbers of parameters in a layer, numbered from 0: those outside experts, and those of
-    experts."""
+    """Return how many parameters outside experts, and how many parameters of experts, a rank holds of one layer. Layers
+    are numbered from 0."""
     tensor, hidden, experts = layout.tensor, shape.hidden, shape.experts
     if shape.delta_net is not None and shape.has_delta_net(layer):
         dense = 2 * hidden + shape.delta_net.parameters(hidden, tensor)
@@ -360,12 +364,12 @@ def layer_parameters(shape: ModelShape, layout: Layout, layer: int) -> tuple[int
 
 
 def model_parameters(shape: ModelShape) -> int:
-    """Return the number of the whole model's parameters; tied ones count once."""
+    """Return the number of the whole model's parameters. Tied parameters count once."""
     return stage_parameters(shape, Layout(1), 0).all
 
 
 def used_parameters(shape: ModelShape) -> int:
-    """Return the number of parameters that compute with a token of text.
+    """Return the number of parameters that are used to compute a token of text.
 
     Excludes idle experts, towers, and an embedding that isn't also the output layer.
     """

@@ -9,15 +9,15 @@ from relaxd.text import parse_json
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 PLACES = 16
-"""Number of positions, evenly spread, at which two tensors are compared: copies are equal at all of them."""
+"""Number of evenly spread places at which the bytes of two tensors are compared. Copies are equal at all places."""
 COMPARED_BYTES = 1 << 16
-"""Number of bytes that are compared at each place."""
+"""Number of bytes of two tensors that are compared at each place."""
 Tensor = tuple[Path, int, int]
-"""File of a tensor, and the offsets of its beginning and end."""
+"""Place of a tensor: its file, and the offsets in bytes of its beginning and end."""
 
 
 def config_contradiction(config: Mapping[str, Any]) -> str:
-    """Return the contradiction within a model's config.json, and how to resolve it; "" if there is none."""
+    """Describe a contradiction within a model's config.json, and how to resolve it; "" if there is none."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if isinstance(new, dict) and isinstance(old, dict) and not old.items() <= new.items():
         return (
@@ -56,7 +56,7 @@ def _has_its_own_head(folder: Path) -> bool:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Find the embedding and the output layer in a folder's safetensors files."""
+    """Return the places of the embedding and the output layer in a folder's safetensors files, by tensor name."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map: dict[str, str] = parse_json(index.read_text())["weight_map"]

@@ -1,4 +1,4 @@
-"""A model's sizes and switches, read from config.json without torch."""
+"""A model's sizes and variants, read from config.json without torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,50 +13,50 @@ from relaxd.models.model_contradictions import config_contradiction
 from relaxd.text import parse_json
 
 Config = Mapping[str, Any]
-"""A config.json."""
+"""Contents of a model's config.json, or of a section in it."""
 
 
 def expert_dtype(experts: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the dtype of ROUTED_EXPERTS for a model with `experts` experts in a layer."""
+    """Return the dtype of expert ids (column ROUTED_EXPERTS) for a model with `experts` experts per layer."""
     return np.dtype(np.uint8 if experts <= 1 << 8 else np.uint16)
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The mixture of experts in each layer."""
+    """Sizes of the mixture of experts in each layer."""
 
     count: int
     """Number of experts per layer."""
     per_token: int
-    """Number of experts per token."""
+    """Number of experts that each token uses in a layer."""
     ffn: int
-    """Inner width of an expert."""
+    """Inner width of an expert's MLP."""
     shared_ffn: int
-    """Inner width of the gated expert that all tokens share; 0 if there is none."""
+    """Inner width of the gated expert that all tokens of a layer use; 0 if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionShape:
-    """The vision tower. Each rank of the first pipeline stage holds all of it."""
+    """Sizes of a vision tower. Each rank of the first pipeline stage holds all of it."""
 
     layers: int
     hidden: int
     ffn: int
     heads: int
     patch_values: int
-    """Number of input values per patch: channels x temporal patch size x pixels."""
+    """Number of input values per patch: channels x temporal patch size x pixels of a patch."""
     positions: int
-    """Number of rows in the table of position embeddings."""
+    """Number of rows in the vision tower's table of position embeddings."""
     merge: int
-    """Number of patches, along each side, per token."""
+    """Number of patches along each side of the square that one token covers."""
     deepstack: int
-    """Number of first decoder layers to which the tower adds its outputs."""
+    """Number of decoder layers, from the first, to which the vision tower adds outputs."""
     output: int
-    """Width of the tower's output for a token."""
+    """Width of the vision tower's output for a token."""
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """Number of the vision tower's parameters."""
         hidden, merged = self.hidden, self.hidden * self.merge**2
         layer = 4 * hidden * hidden + 4 * hidden + 2 * hidden * self.ffn + self.ffn + hidden + 4 * hidden
         merger = merged * merged + merged + merged * self.output + self.output
@@ -66,21 +66,21 @@ class VisionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class AudioShape:
-    """The audio tower. Each rank of the first pipeline stage holds all of it."""
+    """Sizes of an audio tower. Each rank of the first pipeline stage holds all of it."""
 
     layers: int
     hidden: int
     ffn: int
     bands: int
-    """Number of bands of a sound's spectrogram."""
+    """Number of frequency bands of a sound's spectrogram."""
     channels: int
-    """Number of channels of the convolutions."""
+    """Number of channels of the audio tower's convolutions."""
     output: int
-    """Width of the tower's output for a token."""
+    """Width of the audio tower's output for a token."""
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """Number of the audio tower's parameters."""
         hidden, channels = self.hidden, self.channels
         convolutions = 10 * channels + 2 * (9 * channels + 1) * channels + channels * -(-self.bands // 8) * hidden
         layer = 4 * (hidden + 1) * hidden + 2 * hidden * self.ffn + self.ffn + hidden + 4 * hidden
@@ -90,44 +90,44 @@ class AudioShape:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetSizes:
-    """The gated delta nets of a model."""
+    """Sizes of a model's gated delta nets, and the layers that have one."""
 
     layers: tuple[bool, ...]
     """For each layer, True if it has a gated delta net instead of attention."""
     key_heads: int
-    """Heads of queries and keys."""
+    """Number of heads of queries and keys in a gated delta net."""
     value_heads: int
-    """Heads of values: a multiple of `key_heads`."""
+    """Number of heads of values in a gated delta net: a multiple of `key_heads`."""
     key_size: int
-    """Width of a query or key."""
+    """Width of one head's query or key in a gated delta net."""
     value_size: int
-    """Width of a value."""
+    """Width of one head's value in a gated delta net."""
     convolution: int
-    """Number of tokens that a token's convolution reads, including the token."""
+    """Number of tokens that the convolution reads for each token, the token itself included."""
 
     @property
     def keys(self) -> int:
-        """Width of all keys, and of all queries."""
+        """Width of the keys of all heads in a gated delta net; the queries have the same width."""
         return self.key_heads * self.key_size
 
     @property
     def values(self) -> int:
-        """Width of all values."""
+        """Width of the values of all heads in a gated delta net."""
         return self.value_heads * self.value_size
 
     @property
     def projected(self) -> int:
-        """Width of the first projection: queries, keys, values, gates, strengths and decays."""
+        """Width of a gated delta net's input projection: queries, keys, values, gates, strengths and decays."""
         return 2 * self.keys + 2 * self.values + 2 * self.value_heads
 
     def parameters(self, hidden: int, ranks: int) -> int:
-        """Return the parameters of a layer's delta net on one of `ranks` tensor-parallel ranks."""
+        """Return the number of parameters that each of `ranks` tensor-parallel ranks holds of one gated delta net."""
         divided = (self.projected + self.values) * hidden + (2 * self.keys + self.values) * self.convolution
         return (divided + 2 * self.value_heads) // ranks + self.value_size
 
 
 def read_delta_net(config: Mapping[str, Any]) -> DeltaNetSizes:
-    """Read the sizes of gated delta nets from a decoder's configuration.
+    """Read the sizes of gated delta nets from a decoder's part of config.json.
 
     Raises:
         ValueError: a field is wrong.
@@ -159,24 +159,24 @@ _FIELDS = {
     "value_size": ("linear_value_head_dim", 128),
     "convolution": ("linear_conv_kernel_dim", 4),
 }
-"""By field of DeltaNetSizes: its field of config.json, and the default in transformers."""
+"""Name in config.json, and default in transformers, of each field of DeltaNetSizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches of a decoder, with its towers if it has any."""
+    """Sizes and variants of a model: its decoder, and its towers if it has any."""
 
     model_type: str
     vocabulary: int
     hidden: int
     ffn: int
-    """Inner width of a dense MLP."""
+    """Inner width of a dense MLP, in layers without experts."""
     layers: int
     heads: int
     kv_heads: int
     head_size: int
     tied: bool
-    """True if the output layer is the embedding."""
+    """True if the output layer and the embedding are the same matrix."""
     qk_norm: bool
     qkv_bias: bool
     output_bias: bool
@@ -185,15 +185,15 @@ class ModelShape:
     output_gate: bool = False
     """True if attention's output is multiplied by a gate, which has the width of the queries."""
     delta_net: DeltaNetSizes | None = None
-    """Gated delta nets in place of attention in some layers."""
+    """Sizes of gated delta nets, which some layers have in place of attention; None if no layer has."""
     vision: VisionShape | None = None
-    """Vision tower of a model for images."""
+    """Sizes of the vision tower; None if the model accepts no images."""
     audio: AudioShape | None = None
-    """Audio tower of a model for sound."""
+    """Sizes of the audio tower; None if the model accepts no sound."""
 
     @property
     def tower_parameters(self) -> int:
-        """Number of parameters of the towers."""
+        """Number of parameters of the vision and audio towers together."""
         return sum(tower.parameters for tower in (self.vision, self.audio) if tower is not None)
 
     def has_delta_net(self, layer: int) -> bool:
@@ -202,17 +202,17 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> int:
-        """Number of layers with attention."""
+        """Number of layers that have attention, not a gated delta net."""
         return self.layers - (sum(self.delta_net.layers) if self.delta_net is not None else 0)
 
     @property
     def query(self) -> int:
-        """Width of all query heads."""
+        """Width of the queries of all heads together."""
         return self.heads * self.head_size
 
     @property
     def kv(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Width of the keys of all heads together; the values have the same width."""
         return self.kv_heads * self.head_size
 
 
@@ -227,25 +227,25 @@ def _qk_norm(config: Config) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class _Family:
-    """Differences of a `model_type` from Llama."""
+    """How the models of one `model_type` differ from Llama."""
 
     switches: Callable[[Config], dict[str, bool]] = lambda config: {}
-    """Returns values of ModelShape's boolean fields; the others are false."""
+    """Function of config.json that returns ModelShape's boolean fields by name. Fields that it leaves out are False."""
     kv_heads: int = 0
-    """Default of num_key_value_heads; 0: equal to the query heads."""
+    """Default of num_key_value_heads in config.json; 0: the number of query heads."""
     head_size: int = 0
-    """Default of head_dim; 0: the hidden size divided among the heads."""
+    """Default of head_dim in config.json; 0: the hidden size divided by the number of heads."""
     experts: bool = False
     shared: bool = False
-    """True if there is a shared expert."""
+    """True if each layer has an expert that all tokens share."""
     sees: bool = False
     """True if the model has a vision tower; then the decoder's fields are in `text_config`."""
     hybrid: bool = False
-    """True if some layers have gated delta nets, and the others an output gate."""
+    """True if some layers have gated delta nets, and the others attention with an output gate."""
     deepstack: bool = True
     """False if the vision tower adds nothing to the decoder's first layers."""
     section: str = ""
-    """Section of config.json with these fields; empty: the top level."""
+    """Section of config.json that has the model's fields; empty: the top level."""
 
 
 FAMILIES = {
@@ -278,9 +278,9 @@ FAMILIES = {
     "ministral": _Family(kv_heads=8),
     "phi3": _Family(),
 }
-"""Families that the trainer supports (docs/models.md), by `model_type`."""
+"""Model families that the trainer supports (docs/models.md), by `model_type` in config.json."""
 SEEING = tuple(name for name, family in FAMILIES.items() if family.sees)
-"""Families whose models accept media."""
+"""Values of `model_type` whose models accept media."""
 
 
 AUDIO_DEFAULTS: Config = {
@@ -291,7 +291,7 @@ AUDIO_DEFAULTS: Config = {
     "downsample_hidden_size": 480,
     "output_dim": 3584,
 }
-"""Defaults of `audio_config` of Qwen3-Omni."""
+"""Defaults of the fields in `audio_config` of Qwen3-Omni's config.json."""
 VISION_DEFAULTS: Config = {
     "depth": 27,
     "hidden_size": 1152,
@@ -305,7 +305,7 @@ VISION_DEFAULTS: Config = {
     "deepstack_visual_indexes": (8, 16, 24),
     "out_hidden_size": 3584,
 }
-"""Defaults of `vision_config` of Qwen3-VL."""
+"""Defaults of the fields in `vision_config` of Qwen3-VL's config.json."""
 
 
 def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
@@ -331,7 +331,7 @@ def read_shape(folder: Path, setting: str = "model.path") -> ModelShape:
 
 
 def decoder_config(config: Config) -> Config:
-    """Return the fields of a model's decoder, from `text_config` in models for images."""
+    """Return the config.json fields of a model's decoder. Models for images have them in `text_config`."""
     if not sees(config):
         return config
     whole = config.get(FAMILIES[config["model_type"]].section, config)
@@ -340,7 +340,7 @@ def decoder_config(config: Config) -> Config:
 
 
 def sees(config: Config) -> bool:
-    """Return True if the trainer takes media, at least images, with models of this type."""
+    """Return True if the trainer supports media, at least images, for models with this config.json."""
     return config.get("model_type") in SEEING
 
 
@@ -386,7 +386,7 @@ def _shape(config: Config) -> ModelShape:
 
 
 def _vision(config: Config, *, deepstack: bool) -> VisionShape:
-    """Read `vision_config`, in which fields with a default in transformers may be missing."""
+    """Read the vision tower's sizes from `vision_config`. Missing fields have transformers' defaults."""
     config = {**VISION_DEFAULTS, **config}
     return VisionShape(
         layers=_size(config, "depth"),
@@ -402,7 +402,7 @@ def _vision(config: Config, *, deepstack: bool) -> VisionShape:
 
 
 def _audio(config: Config) -> AudioShape:
-    """Read `audio_config`, in which fields with a default in transformers may be missing."""
+    """Read the audio tower's sizes from `audio_config`. Missing fields have transformers' defaults."""
     config = {**AUDIO_DEFAULTS, **config}
     return AudioShape(
         layers=_size(config, "encoder_layers"),

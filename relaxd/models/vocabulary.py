@@ -1,4 +1,4 @@
-"""Comparison of the vocabularies of two models."""
+"""Compares the vocabularies of two models."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from relaxd.models.shape import decoder_config
 from relaxd.text import parse_json
 
 SHOWN = 3
-"""Maximum number of differences that an error names."""
+"""Maximum number of differing tokens that an error names."""
 
 
 def check_vocabularies(config: RunConfig, role: str) -> None:
@@ -34,10 +34,10 @@ def check_vocabularies(config: RunConfig, role: str) -> None:
 
 
 def vocabulary_problem(one: Path, other: Path) -> str:
-    """Describe the difference between the token ids of two model folders; "" if they mean the same.
+    """Describe the token ids that mean different tokens in two model folders; "" if there are none.
 
-    Compares tokenizer.json, added tokens included. The sizes of the output layers may differ: models pad theirs. Where
-    neither folder has a tokenizer, compares these sizes.
+    Compares tokenizer.json, added tokens included. The sizes of the output layers may differ, because models pad them.
+    The sizes are compared only if neither folder has a tokenizer.
 
     Raises:
         DataError: a tokenizer can't be read.
@@ -71,7 +71,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def vocab_size(folder: Path) -> int | None:
-    """Return the size of a model's output layer, from its config.json; None if it isn't given there."""
+    """Return the size of a model's output layer, from its config.json; None if the file doesn't give it."""
     try:
         size: int = decoder_config(parse_json((folder / "config.json").read_text()))["vocab_size"]
     except (OSError, ValueError, KeyError):

@@ -32,8 +32,8 @@ from relaxd.rpc.errors import Unavailable
 from relaxd.telemetry.logs import escape
 
 LIFELINE_VARIABLE = "RELAXD_CHILD_LIFELINE"
-"""Environment variable with the file descriptor of a socket. The parent holds its other end, so the socket closes when
-the parent ends."""
+"""Environment variable with the file descriptor of the lifeline, a socket whose other end the parent holds. The
+socket closes when the parent ends."""
 SOCKET_VARIABLE = "RELAXD_CHILD_SOCKET"
 """Environment variable with the path of the Unix socket on which the child serves."""
 TOKEN_VARIABLE = "RELAXD_CHILD_TOKEN"
@@ -42,17 +42,18 @@ TOKEN_VARIABLE = "RELAXD_CHILD_TOKEN"
 OUTPUT_LINES = 40
 """Maximum number of a child's last output lines that are kept for error messages."""
 KILL_SECONDS = 5.0
-"""Maximum seconds to wait for a killed process to end."""
+"""Maximum seconds to wait for a killed child to end."""
 
 logger = logging.getLogger(__name__)
 
 
 class ChildError(Unavailable):
-    """A child could not be started, or has exited."""
+    """A child process could not be started, or has exited."""
 
 
 class ChildExited(ChildError):
-    """The child has exited. Holds its exit code (negative: the signal that killed it) and last lines of output."""
+    """A child process has exited. Holds its exit code (negative: the signal that killed it) and last lines of
+    output."""
 
     def __init__(self, name: str, exit_code: int, last_lines: Sequence[str]) -> None:
         self.name = name
@@ -64,12 +65,12 @@ class ChildExited(ChildError):
 
 @dataclass(frozen=True)
 class ChildExit:
-    """Exit of a child."""
+    """How a child process ended."""
 
     exit_code: int
-    """Exit code; negative means the signal that killed it."""
+    """Exit code of the child. If a signal killed the child: the signal's number, negative."""
     last_lines: tuple[str, ...] = ()
-    """Last lines of its stdout and stderr."""
+    """Last lines of the child's stdout and stderr."""
 
     def __str__(self) -> str:
         if self.exit_code < 0:
@@ -86,7 +87,7 @@ def _failing_as_child_error(name: str) -> Iterator[None]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a socket's folder. Needs no free file descriptor, unlike shutil.rmtree."""
+    """Remove the folder of a child's socket. Unlike shutil.rmtree, this needs no free file descriptor."""
     (folder / "socket").unlink(missing_ok=True)
     folder.rmdir()
 
@@ -111,7 +112,7 @@ class Child:
         self._folder = folder
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[ChildExit] = self._loop.create_future()
-        """Future of the child's exit."""
+        """Future that is done when the child has exited."""
         self._connected: asyncio.Future[None] = self._loop.create_future()
         self._filter_output = filter_output
         self._last_lines: deque[str] = deque(maxlen=OUTPUT_LINES)
@@ -119,7 +120,7 @@ class Child:
         self._reading: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
         self.channel = ChildChannel(f"unix:{folder / 'socket'}", token, name, self.wait_connected, self.wait_exited)
-        """Channel for stubs of the services that the child serves. See ChildChannel for their calls."""
+        """gRPC channel to the child, for stubs of the services that it serves."""
 
     @classmethod
     async def start(
@@ -199,15 +200,15 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """True if the child runs."""
+        """True if the child process hasn't exited."""
         return not self.exited.done()
 
     def rename(self, name: str) -> None:
-        """Change the child's name in messages."""
+        """Change the child's name in log and error messages."""
         self.name = self.channel.name = name
 
     async def wait_connected(self) -> None:
-        """Wait until the child serves. Raises ChildExited."""
+        """Wait until the child serves calls. Raises ChildExited if the child exits before."""
         if not self._connected.done():
             either: set[asyncio.Future[Any]] = {self._connected, self.exited}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -239,7 +240,7 @@ class Child:
             raise ChildExited(self.name, ended.exit_code, ended.last_lines)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Connect once the child reports that it listens."""
+        """Connect the channel once the child reports that it listens."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, grpc.aio.UsageError):  # it has exited
             await reader.readexactly(1)
             await self.channel.channel_ready()

@@ -18,7 +18,8 @@ from relaxd.rpc.errors import DeadlineExceeded, Unavailable, from_call, has_stat
 Request = TypeVar("Request")
 
 EXIT_SECONDS = 5.0
-"""Seconds after a failed call: if the child exits within them, its exit is reported as the cause."""
+"""Seconds to wait after a failed call for the child to exit. If the child exits in this time, its exit is reported as
+the cause."""
 OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -49,7 +50,10 @@ class ChildChannel(AsyncChannel):
         wait_connected: Callable[[], Awaitable[None]],
         wait_exited: Callable[[float], Awaitable[None]],
     ) -> None:
-        """Take the name of a Child, and its methods `wait_connected` and `wait_exited`."""
+        """Create a channel to a child's socket `target`.
+
+        `name` names the child in errors; `wait_connected` and `wait_exited` are methods of `Child`.
+        """
         plain = grpc.aio.insecure_channel(target, OPTIONS)
         super().__init__(plain, call_metadata(token), target, deadline_seconds=None, stream_deadline_seconds=None)
         self.name = name
@@ -91,7 +95,8 @@ class ChildChannel(AsyncChannel):
         return f"{self.name} did not answer {method.rpartition('/')[2]} within {timeout or 0:g} s"
 
     async def _time_left_once_connected(self, timeout: float | None, late: str) -> float | None:
-        """Wait until the child serves, and return the rest of `timeout`. Raises ChildExited, DeadlineExceeded."""
+        """Wait until the child serves calls, and return how many seconds of `timeout` are left. Raises ChildExited and
+        DeadlineExceeded."""
         clock = asyncio.get_running_loop().time
         deadline = None if timeout is None else clock() + timeout
         try:
@@ -102,7 +107,7 @@ class ChildChannel(AsyncChannel):
         return None if deadline is None else max(deadline - clock(), 0.0)
 
     async def _explain(self, error: BaseException, late: str) -> None:
-        """Raise the RpcError that explains one of FAILURES; return if there is no better error."""
+        """Raise the RpcError that explains `error`, one of FAILURES. Return if there is no better error."""
         if not isinstance(error, grpc.aio.AioRpcError):
             task = asyncio.current_task()
             if task is not None and not task.cancelling():  # the channel was closed, because the child has exited
@@ -117,17 +122,20 @@ class ChildChannel(AsyncChannel):
 
 
 class Responses:
-    """The responses of a streaming call. `aclose`, or dropping the last reference to it, cancels the call.
+    """Asynchronous iterator over the responses of a streaming call to a child. `aclose`, or dropping the iterator's
+    last reference, cancels the call.
 
-    It isn't an asynchronous generator: when an event loop ends, asyncio closes all generators at once, closes nested
-    ones twice, and reports errors for these.
+    This class isn't an asynchronous generator: when an event loop ends, asyncio closes all generators at once, closes
+    nested ones twice, and reports errors for these.
     """
 
     def __init__(
         self, start: Callable[[], Awaitable[Any]], explain: Callable[[BaseException], Awaitable[None]]
     ) -> None:
-        """`start` opens the call when the first response is read; `explain` raises the error that explains a
-        failure."""
+        """Create the iterator of a call that `start` opens when the first response is read.
+
+        `explain` raises the error that explains a failure of the call.
+        """
         self._start = start
         self._explain = explain
         self._call: Any = None
@@ -137,7 +145,7 @@ class Responses:
         return self
 
     async def __anext__(self) -> Any:
-        """Return the next response. An error ends the iteration."""
+        """Return the call's next response. An error ends the iteration."""
         if self._ended:
             raise StopAsyncIteration
         response = EOF
@@ -155,16 +163,17 @@ class Responses:
         return response
 
     async def aclose(self) -> None:
-        """Cancel the call, if it hasn't ended."""
+        """Cancel the streaming call, if it hasn't ended."""
         self._ended = True
         if self._call is not None:
             self._call.cancel()
 
 
 class Requests(Generic[Request]):
-    """The requests of a streaming call. `await_next` returns the next request, or None after the last.
+    """Asynchronous iterator over the requests of a streaming call. `await_next` returns the next request, or None after
+    the last.
 
-    It isn't an asynchronous generator, for the same reason as `Responses`.
+    This class isn't an asynchronous generator, for the same reason as `Responses`.
     """
 
     def __init__(self, await_next: Callable[[], Awaitable[Request | None]]) -> None:
@@ -180,14 +189,14 @@ class Requests(Generic[Request]):
 
 
 class RequestStream:
-    """Sends requests over one stream to a child's method, which answers each in order (see
+    """Sends requests over one stream to a child's method, which answers them in order (see
     `relaxd.process.child_server.in_turn`).
 
-    A failed request ends the stream; the next request opens another.
+    A failed request ends the stream; the next request opens another stream.
     """
 
     def __init__(self, call: Callable[..., AsyncIterator[Any]], name: str) -> None:
-        """`call` is the method of a stub on a ChildChannel, `name` its name for messages."""
+        """Create a stream to `call`, a method of a stub on a ChildChannel. `name` is the method's name for messages."""
         self._call = call
         self._name = name
         self._turn = asyncio.Lock()
@@ -195,8 +204,8 @@ class RequestStream:
         self._answers: AsyncIterator[Any] | None = None
 
     async def ask(self, request: Any, *, timeout: float | None) -> Any:
-        """Send a request once earlier ones are answered, and return its answer. Raises the errors of a ChildChannel's
-        calls."""
+        """Send a request after earlier requests were answered, and return its answer. Raises RpcError, like the calls
+        of a ChildChannel."""
         try:
             async with asyncio.timeout(timeout), self._turn:
                 return await self._ask(request)

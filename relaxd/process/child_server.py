@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChildServer:
-    """Answers the parent's calls.
+    """gRPC server of a child process, which answers the parent's calls.
 
     Handlers that are plain functions run in separate threads, so none waits for another; coroutines and asynchronous
     generators run in the server's event loop and must not block. Handlers fail by raising RpcError. For handlers that
@@ -42,7 +42,8 @@ class ChildServer:
     """
 
     def __init__(self, *services: tuple[Callable[[Any, Any], None], Any]) -> None:
-        """Serve pairs of a generated add_<Name>Servicer_to_server and its servicer."""
+        """Create a server of `services`: pairs of a generated function add_<Name>Servicer_to_server and its
+        servicer."""
         if LIFELINE_VARIABLE not in os.environ:
             raise RuntimeError(f"{LIFELINE_VARIABLE} is not set: this program is started by its service, not by hand")
         self._lifeline = socket.socket(fileno=int(os.environ.pop(LIFELINE_VARIABLE)))
@@ -53,7 +54,8 @@ class ChildServer:
         self._services = services
 
     def serve(self) -> None:
-        """Answer calls until the parent has ended; then end this process, even if its other threads hang."""
+        """Answer the parent's calls until the parent has ended. Then end this process, even if its other threads
+        hang."""
         threading.Thread(target=self._serve, name="gRPC", daemon=True).start()
         with suppress(OSError):
             self._lifeline.recv(1)
@@ -70,7 +72,7 @@ class ChildServer:
 async def serve_socket(
     path: str, token: str, services: tuple[tuple[Callable[[Any, Any], None], Any], ...], on_listening: Callable[[], Any]
 ) -> None:
-    """Serve `services` (see ChildServer) on a Unix socket, to callers with `token`, until cancelled."""
+    """Serve gRPC `services` (see ChildServer) on a Unix socket, for callers that have `token`, until cancelled."""
     interceptor = CallInterceptor(
         tokens=AccessTokens(token=token), fence=None, deadline_seconds=None, stream_deadline_seconds=None
     )
@@ -89,7 +91,7 @@ async def serve_socket(
 
 
 class Outbox(Generic[T]):
-    """Queue of messages from any thread for a stream that the parent reads."""
+    """Queue to which any thread adds messages, for a stream that the parent reads."""
 
     def __init__(self) -> None:
         self._messages: deque[T] = deque()
@@ -97,7 +99,7 @@ class Outbox(Generic[T]):
         self._wake: Callable[[], object] | None = None
 
     def put(self, message: T) -> None:
-        """Add a message."""
+        """Add a message to the stream."""
         with self._lock:
             self._messages.append(message)
             wake, self._wake = self._wake, None
@@ -105,7 +107,7 @@ class Outbox(Generic[T]):
             wake()
 
     async def __aiter__(self) -> AsyncIterator[T]:
-        """Yield the messages in order, as they come. Only one reader at a time."""
+        """Yield the queue's messages in order, as they come. Only one reader at a time."""
         loop = asyncio.get_running_loop()
         while True:
             come = asyncio.Event()
@@ -121,21 +123,22 @@ class Outbox(Generic[T]):
 
 
 def in_turn(handler: Handler) -> Handler:
-    """Mark a plain function that answers each request of a stream in order (child_channel.py)."""
+    """Mark a handler, a plain function, as one that answers the requests of a stream one by one, in order
+    (`RequestStream` in child_channel.py)."""
     handler.in_turn = True  # type: ignore[attr-defined]
     return handler
 
 
 @dataclass(frozen=True)
 class AndThen:
-    """Answer of an `in_turn` handler, and a callback to run after it was sent or its caller has left."""
+    """Answer of an `in_turn` handler, with a callback that runs after the answer was sent or the caller has left."""
 
     answer: Any
     then: Callable[[], None]
 
 
 class _Threaded:
-    """Wraps a servicer: plain functions become coroutines or asynchronous generators that run them in threads."""
+    """Wraps a servicer: its plain functions become coroutines or asynchronous generators that run them in threads."""
 
     def __init__(self, servicer: Any, threads: IdleThreads) -> None:
         self._servicer = servicer
@@ -165,7 +168,7 @@ class _Threaded:
         return call_in_turn if getattr(handler, "in_turn", False) else call
 
     def _follow(self, name: str, answered: "Future[Any]") -> None:
-        """Run an answer's callback, if it has one."""
+        """Run the callback of a handler's answer in a thread, if the answer has one."""
         if answered.exception() is None and isinstance(answered.result(0), AndThen):
             self._threads.run(name, partial(_do, answered.result(0).then, name))
 
@@ -180,7 +183,7 @@ def _do(then: Callable[[], None], name: str) -> None:
 def die_with_parent() -> None:
     """Have Linux kill this process when its parent ends, even while no Python code can run here.
 
-    If the parent has ended already, the closed lifeline reports it.
+    If the parent has already ended, this has no effect; then the closed lifeline shows that.
     """
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

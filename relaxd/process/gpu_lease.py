@@ -1,9 +1,9 @@
 """Lease on a replica's GPUs: the replica and its child processes enforce its end.
 
-When a replica's heartbeats stop, the coordinator leases its GPUs to other replicas. By then none of its processes may
-use them, even if some hang. The replica kills its child processes that use GPUs (`GpuLease`), and each child also ends
-by itself (`end_with_lease`), in case the replica is suspended. They share one number in memory: the end of the lease by
-the monotonic clock, which is the same for all processes of a machine.
+When a replica's heartbeats stop, the coordinator leases its GPUs to other replicas. By then none of the replica's
+processes may use these GPUs, even if some hang. The replica kills its child processes that use GPUs (`GpuLease`), and
+each child also ends by itself (`end_with_lease`), in case the replica is suspended. Replica and children share one
+number in memory: the end of the lease by the monotonic clock, which is the same for all processes of a machine.
 
 Imports nothing of gRPC, because child processes import this module.
 """
@@ -20,21 +20,21 @@ from typing import Protocol
 LEASE_VARIABLE = "RELAXD_GPU_LEASE_FD"
 """Environment variable with the file descriptor of the shared memory that holds the end of the lease."""
 POLL_SECONDS = 0.25
-"""Seconds between a child's reads of the end of the lease."""
+"""Seconds between two checks, in a child process, whether the lease on its GPUs has ended."""
 IDLE_SECONDS = 3600.0
 
 _SIZE = ctypes.sizeof(ctypes.c_double)
 
 
 class LeaseOver(Exception):
-    """The lease on GPUs has ended; another replica may hold them now."""
+    """The lease on GPUs has ended; another replica may use these GPUs now."""
 
 
 class Killable(Protocol):
-    """A process that uses GPUs."""
+    """A process that uses leased GPUs, and can be killed."""
 
     def kill(self) -> None:
-        """Kill it and every process that it started. Any thread may call this."""
+        """Kill the process and every process that it started. Any thread may call this."""
 
 
 class GpuLease:
@@ -44,20 +44,23 @@ class GpuLease:
     """
 
     def __init__(self, on_over: Callable[[], None]) -> None:
-        """`on_over` is called, in a separate thread, after a lease expired and its children were killed."""
+        """Create a lease that hasn't begun. After a lease expired and its children were killed, `on_over` is called in
+        a separate thread."""
         self._on_over = on_over
         self._descriptor = -1
         self._shared = ctypes.c_double()
-        """End of the lease by the monotonic clock, or 0; in shared memory from the first lease on."""
+        """End of the lease by the monotonic clock, in seconds; 0 if no lease is in force. In shared memory from the
+        first lease on."""
         self._changed = threading.Condition()
         self._until: float | None = None
-        """End of the lease by the monotonic clock; None if nothing is leased."""
+        """End of the lease by the monotonic clock, in seconds; None if no lease is in force."""
         self._children: set[Killable] = set()
         self._watcher: threading.Thread | None = None
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the shared memory, for children to inherit; -1 before the first lease."""
+        """File descriptor, which children inherit, of the shared memory with the lease's end; -1 before the first
+        lease."""
         return self._descriptor
 
     def begin(self, until: float) -> None:
@@ -91,14 +94,14 @@ class GpuLease:
                 raise LeaseOver("the lease on this replica's GPUs is over")
 
     def add(self, child: Killable) -> None:
-        """Register `child` to be killed when the lease ends; kill it at once if it has ended."""
+        """Register `child` to be killed when the lease ends. If no lease is in force, kill `child` at once."""
         with self._changed:
             self._children.add(child)
             if self._until is None or self._end_if_over():
                 child.kill()
 
     def discard(self, child: Killable) -> None:
-        """Forget a child that has ended."""
+        """Unregister a child that has ended, so that it isn't killed."""
         with self._changed:
             self._children.discard(child)
 
@@ -108,7 +111,7 @@ class GpuLease:
         self._changed.notify()
 
     def _end_if_over(self) -> bool:
-        """If the lease has ended, kill its children and return True. The caller holds the lock."""
+        """If the lease has ended, kill all registered children and return True. The caller holds the lock."""
         if self._until is None or time.monotonic() < self._until:
             return False
         for child in self._children:
@@ -127,7 +130,7 @@ class GpuLease:
 
 
 def end_with_lease() -> None:
-    """In a child: kill this process and its children when the lease on its GPUs ends, if it has one."""
+    """Kill this child process and its own children when the lease on its GPUs ends, if there is a lease."""
     descriptor = int(os.environ.pop(LEASE_VARIABLE, "-1"))
     if descriptor < 0:
         return

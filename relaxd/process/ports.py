@@ -1,4 +1,4 @@
-"""Ports for processes of this machine, any free one or one of a fixed range (weights.ports), and this machine's
+"""Ports for processes of this machine, any free port or one of a fixed range (weights.ports), and this machine's
 addresses and network interfaces on the routes to other machines.
 
 A port is reserved if another process listens on it later, after loading its code: otherwise the system may assign it to
@@ -18,11 +18,11 @@ Bound = TypeVar("Bound")
 
 
 class NoFreePort(OSError):
-    """Something listens on every port of the range."""
+    """Every port of the given range is taken: a process listens on it or has reserved it."""
 
 
 class ReservedPort:
-    """A port on which a process of this machine will listen. A context manager.
+    """Reservation of a port on which a process of this machine will listen later. A context manager.
 
     While a socket is bound to a port, Linux doesn't assign it to processes that request any free port, but lets a
     server listen on it if both sockets have SO_REUSEADDR. On systems that refuse this, the port isn't held: it was free
@@ -31,7 +31,7 @@ class ReservedPort:
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """Reserve a port of a host, by default any free one. Raises OSError: something listens on it, or
+        """Reserve a port of a host, by default any free port. Raises OSError if a process listens on the port, or
         another process reserved it."""
         family = _family(host)
         self._holder = socket.socket(family)
@@ -49,11 +49,11 @@ class ReservedPort:
             self._holder.close()
 
     def filenos(self) -> list[int]:
-        """Return the open file descriptors; a process that inherits them keeps the port reserved."""
+        """Return the open file descriptors of the reservation. A process that inherits them keeps the port reserved."""
         return [one.fileno() for one in (self._holder, self._claim) if one is not None and one.fileno() >= 0]
 
     def close(self) -> None:
-        """Release the port."""
+        """Release the reserved port."""
         self._holder.close()
         if self._claim is not None:
             self._claim.close()
@@ -66,7 +66,7 @@ class ReservedPort:
 
 
 def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
-    """Listen on a free port of a host: the first free one of `ports`, or any if it is None. Raises NoFreePort,
+    """Listen on a free port of a host: the first free port of `ports`, or any if `ports` is None. Raises NoFreePort,
     OSError."""
     return _first(host, ports, lambda port: socket.create_server((host, port), family=_family(host)))
 
@@ -74,7 +74,7 @@ def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
 def reserve_port(host: str, ports: range | None) -> ReservedPort:
     """Reserve a port on which a process of this machine will listen. Raises NoFreePort, OSError.
 
-    Ports of a range are tried in random order, so that replicas that start at the same time rarely try the same.
+    Ports of a range are tried in random order, so that replicas that start at the same time rarely try the same port.
     """
     sample = None if ports is None else random.sample(ports, len(ports))
     return _first(host, sample, lambda port: ReservedPort(host, port))
@@ -100,7 +100,7 @@ def reservation_name(host: str, port: int) -> str:
 
 
 def _claim(host: str, port: int) -> socket.socket | None:
-    """Bind the abstract Unix socket that reserves a port. Raises OSError if another process has it."""
+    """Bind the abstract Unix socket that reserves a port. Raises OSError if another process has bound it."""
     if sys.platform != "linux":
         return None
     claim = socket.socket(socket.AF_UNIX)
@@ -118,17 +118,17 @@ def _family(host: str) -> socket.AddressFamily:
 
 LOOPBACK = "127.0.0.1"
 _reserved: list[ReservedPort] = []
-"""Ports reserved for good: services of this process listen on them later, or again after a restart."""
+"""Ports that stay reserved until this process ends: its services listen on them later, or again after a restart."""
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Return a port on which nothing listens, and keep other processes from reserving it while this one lives."""
+    """Return a port on which nothing listens, and reserve it until this process ends."""
     _reserved.append(ReservedPort(host))
     return _reserved[-1].number
 
 
 def reserve(port: int, host: str = LOOPBACK) -> bool:
-    """Reserve a port like `free_port`. Returns False if something listens on it, or another process has reserved it."""
+    """Reserve a port until this process ends. Returns False if a process listens on it, or another has reserved it."""
     if any(reserved.number == port for reserved in _reserved):
         return True
     try:
@@ -139,7 +139,7 @@ def reserve(port: int, host: str = LOOPBACK) -> bool:
 
 
 def reservations() -> list[int]:
-    """Return the file descriptors of reserved ports, to pass the reservations to another process."""
+    """Return the file descriptors that reserve this process's ports, so that another process can inherit them."""
     return [fd for reserved in _reserved for fd in reserved.filenos()]
 
 

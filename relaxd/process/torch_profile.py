@@ -1,4 +1,4 @@
-"""Recording with torch's profiler, into a file that opens in Perfetto or chrome://tracing.
+"""Records with torch's profiler, into a file that opens in Perfetto or chrome://tracing.
 
 Imports torch, so only processes that hold a model import this.
 """
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 class TraceRecorder:
-    """Records this thread's work, and the GPU's for it, from creation to `write`."""
+    """Records, with torch's profiler, this thread's work and the GPU work that it starts, from creation to `write`."""
 
     def __init__(self, *, stacks: bool) -> None:
-        """Start recording. `stacks` also records the Python stack of each operation.
+        """Start recording. With `stacks`, the Python stack of each operation is recorded, too.
 
-        Raises RuntimeError: this process is being recorded already.
+        Raises RuntimeError if this process is already being recorded.
         """
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -29,7 +29,7 @@ class TraceRecorder:
         self._profiler.start()
 
     def write(self, path: Path) -> None:
-        """Stop recording, and write the whole file or none, compressed by gzip. Raises OSError."""
+        """Stop recording, and write the profile to `path`, gzipped: the whole file or none. Raises OSError."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # work still running on the GPU belongs to these steps, too
         self._profiler.stop()
@@ -40,10 +40,10 @@ class TraceRecorder:
 
 
 class StepRecording:
-    """Records a number of steps of a loop, in the loop's thread."""
+    """Records some steps of a loop with torch's profiler, in the loop's thread."""
 
     def __init__(self, path: Path, steps: int, *, stacks: bool) -> None:
-        """Record the next `steps` steps, from the next `at_step` on."""
+        """Prepare to record `steps` steps to the file `path`. The next call of `at_step` starts the recording."""
         self._path = path
         self._left = steps
         self._stacks = stacks
@@ -51,11 +51,12 @@ class StepRecording:
 
     @property
     def ended(self) -> bool:
-        """True if the file was written, or the disk refused it."""
+        """True if the recording's file was written, or writing it failed."""
         return self._left < 0
 
     def at_step(self) -> None:
-        """Start at the first recorded step; write the file at the step after the last."""
+        """Note that a step of the loop begins. The first call starts the recording; the call after the last recorded
+        step writes the file."""
         if self.ended:
             return
         if self._recorder is None:
@@ -66,7 +67,7 @@ class StepRecording:
 
 
 def write_or_log(write: Callable[[Path], None], path: Path) -> None:
-    """Write a file. A disk error is only logged, because a profile must not fail the work."""
+    """Write a profile to a file. A disk error is only logged, because a profile must not fail the recorded work."""
     try:
         write(path)
         logger.info("wrote %s", path)

@@ -1,4 +1,4 @@
-"""Upkeep of long-lived processes: signals, idle threads, garbage collections."""
+"""Helpers of long-lived processes: signals that stop them, a pool of idle threads, garbage collection."""
 
 import asyncio
 import gc
@@ -17,9 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 def stop_signals() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process at once, with code 1.
+    """Return an event that the first SIGTERM or SIGINT sets. A second signal ends the process at once, with exit code
+    1.
 
-    Call it in the main thread, inside the event loop.
+    Call this function in the main thread, inside the event loop.
     """
     requested = asyncio.Event()
 
@@ -39,8 +40,9 @@ def stop_signals() -> asyncio.Event:
 def freeze_objects() -> None:
     """Collect garbage once more, then exempt all existing objects from further collections.
 
-    Call it once imports, configuration, prompts and models are loaded: a full collection with these objects takes 0.1
-    to 0.25 s, which delays heartbeats and steps. Each call also collects garbage among objects exempted earlier.
+    Call this function once imports, configuration, prompts and models are loaded: a full collection with these objects
+    takes 0.1 to 0.25 s, which delays heartbeats and steps. Each call also collects garbage among objects exempted
+    earlier.
     """
     gc.unfreeze()
     gc.collect()
@@ -48,22 +50,22 @@ def freeze_objects() -> None:
 
 
 IDLE_THREADS = 8
-"""Maximum number of idle threads. Further threads end after their call."""
+"""Maximum number of idle threads in a pool. Threads beyond it end after their call."""
 
 
 class IdleThreads:
     """A pool of threads, each of which runs one call at a time.
 
-    An idle thread takes the next call; if none is idle, a new thread is started. So no call waits for another.
+    An idle thread takes the next call. If no thread is idle, a new one is started, so no call waits for another.
     """
 
     def __init__(self) -> None:
         self._idle: deque[queue.SimpleQueue[_Work]] = deque()
-        """Queue of each idle thread, from which it takes its next call."""
+        """Queues of the idle threads, one per thread. A thread takes its next call from its queue."""
         self._lock = threading.Lock()
 
     def run(self, name: str, do: Callable[[], Any]) -> "Future[Any]":
-        """Run `do` in a thread, named `name` meanwhile. Returns the future result."""
+        """Run `do` in a thread of the pool, which has the name `name` meanwhile. Returns the future of the result."""
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()  # a caller that stops waiting doesn't cancel it
         work = _Work(name, do, answer)
@@ -82,7 +84,8 @@ class IdleThreads:
             threading.current_thread().name = work.name
 
     def _settle(self, work: "_Work", calls: "queue.SimpleQueue[_Work]") -> bool:
-        """Run a call and set its result. Returns True if the thread stays, to take further calls from `calls`."""
+        """Run a call and set its result. Returns True if the thread then waits for its next call in the queue
+        `calls`."""
         try:
             result = work.do()
         except BaseException as error:
@@ -103,7 +106,7 @@ class IdleThreads:
 
 @dataclass(frozen=True)
 class _Work:
-    """A call for a thread of the pool."""
+    """A call that a thread of the pool runs."""
 
     name: str
     do: Callable[[], Any]

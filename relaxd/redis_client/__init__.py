@@ -1,4 +1,4 @@
-"""Connections to the board's Redis: its URL, its current server, and writes that survive that server."""
+"""Connections to the board's Redis: parsed URLs, lookup of the current server, and writes that survive its failure."""
 
 from relaxd.redis_client.asyncio_client import acknowledged_async, connect_async, keys_of_async, read_async
 from relaxd.redis_client.blocking_client import acknowledged, connect, keys_of, misnamed, passing, read

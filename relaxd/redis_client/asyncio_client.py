@@ -28,19 +28,19 @@ from relaxd.redis_client.lookups import (
 )
 
 MOST_CONNECTIONS = 1024
-"""Maximum connections of one client. Callers limit their concurrency themselves."""
+"""Maximum number of connections of one Redis client. Callers limit their concurrency themselves."""
 
 
 class PacksCommands(Protocol):
-    """A packer of commands."""
+    """Converts Redis commands to the bytes that are sent."""
 
     def pack(self, *arguments: Any) -> list[Any]:
-        """Return the chunks to send."""
+        """Return the chunks of bytes to send for a command."""
         ...
 
 
 class _Packed(redis.asyncio.connection.AbstractConnection):
-    """A connection with its own command packer, for which redis.asyncio has no setting."""
+    """A Redis connection that uses a given packer of commands, for which redis.asyncio has no setting."""
 
     def __init__(self, *, packer: PacksCommands | None = None, **settings: Any) -> None:
         super().__init__(**settings)
@@ -50,7 +50,7 @@ class _Packed(redis.asyncio.connection.AbstractConnection):
         return super().pack_command(*arguments) if self._packer is None else self._packer.pack(*arguments)
 
     def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[Any]:
-        """Pack commands that are sent together."""
+        """Return the chunks of bytes of several commands that are sent together."""
         if self._packer is None:
             return super().pack_commands(commands)
         return [chunk for command in commands for chunk in self._packer.pack(*command)]
@@ -58,8 +58,8 @@ class _Packed(redis.asyncio.connection.AbstractConnection):
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """Send a packed command, and connect first if necessary.
 
-        redis.asyncio uses asyncio.wait_for, which takes a task and, before Python 3.12, loses a cancellation that comes
-        just after the bytes were written.
+        redis.asyncio's own method uses asyncio.wait_for, which needs a task and, before Python 3.12, loses a
+        cancellation that comes just after the bytes were written.
         """
         if not self.is_connected:
             await self.connect_check_health(check_health=False)
@@ -80,15 +80,15 @@ class _Packed(redis.asyncio.connection.AbstractConnection):
 
 
 class PackedConnection(_Packed, redis.asyncio.Connection):
-    """A connection to a host."""
+    """A TCP connection to Redis that uses a given packer of commands."""
 
 
 class PackedTlsConnection(_Packed, redis.asyncio.SSLConnection):
-    """PackedConnection with TLS."""
+    """A TLS connection to Redis that uses a given packer of commands."""
 
 
 class PackedUnixConnection(_Packed, redis.asyncio.UnixDomainSocketConnection):
-    """A connection to a socket file."""
+    """A connection to Redis's Unix socket that uses a given packer of commands."""
 
 
 PACKED: dict[Any, Any] = {
@@ -99,7 +99,7 @@ PACKED: dict[Any, Any] = {
 
 
 class AsyncFoundConnection(PackedConnection):
-    """A connection that looks up its server whenever it connects. The lookup blocks a thread."""
+    """A connection that looks up its server whenever it connects. The lookup runs in a separate thread."""
 
     def __init__(self, *, lookup: Lookup, **settings: Any) -> None:
         self._lookup = lookup
@@ -115,12 +115,12 @@ class AsyncFoundConnection(PackedConnection):
 
 
 class AsyncOwnerConnection(AsyncFoundConnection):
-    """Asyncio version of OwnerConnection, a connection to the node that owns a slot."""
+    """Asyncio version of OwnerConnection, a connection to the cluster node that owns a slot."""
 
     _lookup: OwnerLookup
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
-        """Log in, and check that the node owns the slot."""
+        """Log in to a cluster node, and check that the node owns the slot."""
         await super().on_connect_check_health(check_health=check_health)
         await self.send_command("EXISTS", key_prefix(self._lookup.tag), check_health=False)
         await self.read_response()
@@ -134,11 +134,11 @@ class AsyncOwnerConnection(AsyncFoundConnection):
 
 
 class AsyncOwnerTlsConnection(AsyncOwnerConnection, redis.asyncio.SSLConnection):
-    """AsyncOwnerConnection with TLS."""
+    """TLS connection to the cluster node that owns a slot, for asyncio."""
 
 
 class AsyncPrimaryConnection(AsyncFoundConnection):
-    """Asyncio version of PrimaryConnection, a connection to the primary."""
+    """Asyncio version of PrimaryConnection, a connection to the Sentinels' current primary."""
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
         """Log in, and check that the server is a primary."""
@@ -155,11 +155,14 @@ class AsyncPrimaryConnection(AsyncFoundConnection):
 
 
 class AsyncPrimaryTlsConnection(AsyncPrimaryConnection, redis.asyncio.SSLConnection):
-    """AsyncPrimaryConnection with TLS."""
+    """TLS connection to the Sentinels' current primary, for asyncio."""
 
 
 def connect_async(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.asyncio.Redis:
-    """Return a client for one event loop; see `connect`. `settings`: those of redis.asyncio.Redis, and `packer`."""
+    """Return an asyncio client of the server that a URL names (see `connect`), for one event loop.
+
+    `settings`: further settings of redis.asyncio.Redis, and `packer`, a packer of commands.
+    """
     address = parse(url)
     settings |= {"socket_timeout": seconds, "socket_connect_timeout": seconds, "max_connections": MOST_CONNECTIONS}
     settings["driver_info"] = DRIVER
@@ -182,7 +185,10 @@ def connect_async(url: str, *, tag: str, seconds: float, **settings: Any) -> red
 async def acknowledged_async(
     client: redis.asyncio.Redis, commands: Sequence[tuple[Any, ...]], *, replicas: int, seconds: float
 ) -> list[Any]:
-    """Send commands; return their replies once enough replicas have all writes so far. Like `acknowledged`."""
+    """Send commands in one round trip; return their replies once `replicas` replicas have all writes so far.
+
+    Raises like `acknowledged`.
+    """
     mark = marks[client]
     before = mark.last
     async with client.pipeline(transaction=False) as pipe:
@@ -200,7 +206,7 @@ async def acknowledged_async(
 async def read_async(
     client: redis.asyncio.Redis, commands: Sequence[tuple[Any, ...]], *, atomic: bool = False
 ) -> list[Any]:
-    """Send commands in one round trip and return their replies. Raises the first error among them."""
+    """Send commands in one round trip and return their replies. Raises the first error among the replies."""
     async with client.pipeline(transaction=atomic) as pipe:
         for command in commands:
             pipe.execute_command(*command)
@@ -208,7 +214,7 @@ async def read_async(
 
 
 async def keys_of_async(client: redis.asyncio.Redis, prefix: str) -> list[str]:
-    """Return the keys of a server that begin with a prefix; see `keys_of`."""
+    """Return the keys of a server that begin with a prefix. Asyncio version of `keys_of`."""
     async with client.client() as one:
         scanned = one.scan_iter(match=f"{prefix}*", count=1000)
         found = [key if isinstance(key, str) else key.decode() async for key in scanned]

@@ -1,4 +1,4 @@
-"""Blocking Redis clients, the errors after which they retry, and writes that wait for Redis's replicas."""
+"""Blocking Redis clients, transient errors of Redis, and writes that wait for Redis's replicas."""
 
 import logging
 from collections.abc import Sequence
@@ -29,37 +29,41 @@ MARK = f"""#!lua flags=allow-oom
 local mark = redis.call('INCR', KEYS[1])
 redis.call('EXPIRE', KEYS[1], {MARK_SECONDS})
 return mark"""
-"""Script that writes a mark. WAIT waits only for the last write of the same connection, but a command that is repeated
-after a lost reply may write nothing, because another connection has done its work. The mark's number only rises, unless
-a primary lacks acknowledged writes. The mark expires a month after the last write of its tag."""
+"""Script that increments the mark, a number in Redis. WAIT waits only for the last write of the same connection, but a
+command that is repeated after a lost reply may write nothing; incrementing the mark is always a write. The number only
+rises, unless a primary lacks acknowledged writes. The mark expires a month after the last write with its tag."""
 
 DRIVER = DriverInfo()
-"""Client name and version that connections announce. Without it, redis-py reads its version from disk for each
-connection, and raises OSError when no more files can be opened."""
+"""Client name and version that connections announce. Otherwise, redis-py would read its version from disk for each
+connection, and raise OSError when no more files can be opened."""
 
 logger = logging.getLogger(__name__)
 
 
 class TooFewReplicas(redis.ConnectionError):
-    """Too few replicas have a write."""
+    """Fewer of Redis's replicas have a write than wait_replicas requires."""
 
 
 @dataclass
 class WriteFence:
-    """The mark that a client sets with each acknowledged write."""
+    """What a client knows of its tag's mark, a number in Redis that each acknowledged write increments."""
 
     key: str
     last: int = 0
-    """The last acknowledged mark."""
+    """Number of the last mark that enough replicas acknowledged."""
 
     def asking(self, replicas: int, seconds: float) -> list[tuple[Any, ...]]:
-        """Return the commands to append to a write: they set the mark, and wait until replicas have it."""
+        """Return the commands to append to a write: they increment the mark, and wait until replicas have it."""
         wait = ("WAIT", replicas, max(1, int(seconds * 1000)))
         return [("EVAL", MARK, 1, self.key), wait] if replicas else []
 
     def checked(self, replies: list[Any], before: int, replicas: int, seconds: float) -> list[Any]:
-        """Return the replies to the other commands. `before`: the last mark when they were sent. Raises like
-        `acknowledged`."""
+        """Check the replies to a write and the commands of `asking`, and return those to the write's own commands.
+
+        Raises like `acknowledged`.
+
+        `before`: the last acknowledged mark when the commands were sent.
+        """
         for reply in replies:
             if isinstance(reply, redis.ResponseError) and "WAIT cannot be used with replica" in str(reply):
                 raise redis.ConnectionError("READONLY it was demoted after a write and before its WAIT") from reply
@@ -84,7 +88,7 @@ class WriteFence:
 
 
 marks: WeakKeyDictionary[Any, WriteFence] = WeakKeyDictionary()
-"""Marks of this process's clients, blocking and asyncio."""
+"""Marks of this process's Redis clients, blocking and asyncio, by client."""
 
 
 def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Redis:
@@ -93,7 +97,7 @@ def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Red
 
     Args:
         url: see relaxd.redis_client.lookups.
-        tag: tag of the keys that it may use (relaxd.redis_client.lookups). In a cluster it finds no others.
+        tag: tag of the keys that the client may use (relaxd.redis_client.lookups). In a cluster it finds no others.
         seconds: deadline of each connect and each read.
         settings: further settings of redis.Redis.
 
@@ -110,7 +114,7 @@ def connect(url: str, *, tag: str, seconds: float, **settings: Any) -> redis.Red
 
 
 def _found(address: RedisAddress, tag: str, settings: dict[str, Any]) -> redis.Redis:
-    """Return a client that looks up the server of its connections."""
+    """Return a client that looks up its server whenever it connects, in a cluster or at Sentinels."""
     lookup, given = lookup_of(address, tag)
     kind: type[FoundConnection]
     if address.nodes:
@@ -122,7 +126,7 @@ def _found(address: RedisAddress, tag: str, settings: dict[str, Any]) -> redis.R
 
 
 def lookup_of(address: RedisAddress, tag: str) -> tuple[Lookup, dict[str, Any]]:
-    """Return the lookup for the server of a tag's keys, and the URL's connection settings."""
+    """Return the lookup that finds the server of a tag's keys, and the connection settings in the URL."""
     given: dict[str, Any] = dict(parse_url(address.url))
     for name in ("host", "port", "connection_class"):
         given.pop(name, None)
@@ -159,7 +163,7 @@ def acknowledged(
 
 
 def read(client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, atomic: bool = False) -> list[Any]:
-    """Send commands in one round trip and return their replies. Raises the first error among them."""
+    """Send commands in one round trip and return their replies. Raises the first error among the replies."""
     with client.pipeline(transaction=atomic) as pipe:
         for command in commands:
             pipe.execute_command(*command)
@@ -167,7 +171,7 @@ def read(client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, atomic: bo
 
 
 def without_errors(replies: list[Any]) -> list[Any]:
-    """Return replies. Raises the first error in them."""
+    """Return the replies unchanged, or raise the first error among them."""
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply
@@ -175,13 +179,13 @@ def without_errors(replies: list[Any]) -> list[Any]:
 
 
 def mark_address_stale(client: Any) -> None:
-    """Have a client that looks up servers use another source for its next lookup."""
+    """Make a client's next lookup of its server begin at another Sentinel or node. Does nothing for other clients."""
     if (lookup := client.connection_pool.connection_kwargs.get("lookup")) is not None:
         lookup.mark_address_stale()
 
 
 def keys_of(client: redis.Redis, prefix: str) -> list[str]:
-    """Return the keys of a server that begin with the prefix of the client's tag, which must have no wildcards.
+    """Return a server's keys that begin with `prefix`, the prefix of the client's tag. It must have no wildcards.
 
     Raises redis.ConnectionError: a cluster's node lost the slot during the scan, so keys may be missing.
     """
@@ -202,7 +206,7 @@ PASSING = {
     "UNBLOCKED": "is becoming a replica",
     "NOPRIMARY": "has no primary",
 }
-"""Transient errors by their first word, with the state of Redis that each means."""
+"""Transient errors of Redis: the first word of each, and the state that it means, as the end of a sentence."""
 OF_CLUSTER = {
     "MOVED": "has another node for these keys now",
     "ASK": "is moving these keys to another node",
@@ -210,12 +214,12 @@ OF_CLUSTER = {
     "CLUSTERDOWN": "doesn't serve these keys now",
     "NOOWNER": "has no node for these keys",
 }
-"""Transient errors of a cluster by their first word, with the state of Redis that each means."""
+"""Transient errors of a cluster: the first word of each, and the state that it means, as the end of a sentence."""
 NO_ANSWER = "doesn't answer"
 
 
 def passing(error: redis.RedisError) -> str:
-    """Return the explanation of an unavailable Redis, as the end of a sentence; "" if the error is not transient."""
+    """Explain a transient error of Redis, as the end of a sentence; "" if the error is not transient."""
     if isinstance(error, redis.AuthenticationError):
         return f"refuses the password: {error}"
     # redis-py cuts the first word off where it has a class for it.
@@ -230,8 +234,8 @@ def passing(error: redis.RedisError) -> str:
 
 
 def misnamed(error: redis.RedisError) -> str:
-    """Return the explanation, as the end of a sentence, for errors of a cluster node that is used as a single server;
-    "" for others."""
+    """Explain an error of a cluster node that is used as a single server, as the end of a sentence; "" for other
+    errors."""
     if isinstance(error, redis.exceptions.AskError | redis.exceptions.ClusterDownError):
         return f"is a node of a Redis Cluster, which a redis+cluster:// URL must name: {error.status_code} {error}"
     return ""

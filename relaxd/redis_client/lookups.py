@@ -47,30 +47,30 @@ MAX_REPLICAS = 16
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """A parsed URL."""
+    """The parts of a parsed Redis URL."""
 
     url: str
-    """URL for redis-py. Its host is meaningless with Sentinels and in a cluster."""
+    """URL for redis-py. With Sentinels and in a cluster, the URL's host is meaningless."""
     sentinels: tuple[tuple[str, int], ...] = ()
     """Hosts and ports of the Sentinels; empty if the URL names none."""
     nodes: tuple[tuple[str, int], ...] = ()
-    """Hosts and ports of some nodes of a cluster; empty without a cluster."""
+    """Hosts and ports of the cluster nodes in the URL; empty if the URL names no cluster."""
     service: str = ""
-    """The Sentinels' name for the primary and its replicas."""
+    """Service name by which the Sentinels know the primary and its replicas."""
     wait_replicas: int = 0
-    """Number of replicas that must have a write before it counts."""
+    """Number of Redis's replicas that must have a write before it counts."""
     sentinel_user: str = ""
     sentinel_password_file: str = ""
-    """User, and password file, for the Sentinels themselves; empty if they require none."""
+    """User, and file with the password, for logins to the Sentinels themselves; empty if they require none."""
 
     @property
     def tls(self) -> bool:
-        """True if connections use TLS."""
+        """True if connections to Redis use TLS."""
         return self.url.startswith("rediss://")
 
 
 def parse(url: str) -> RedisAddress:
-    """Parse a URL. Raises ValueError with the fault, but without any password."""
+    """Parse a Redis URL. Raises ValueError with the fault, but without any password."""
     parts = urlsplit(url)
     scheme, plus, kind = parts.scheme.partition("+")
     kind = plus + kind
@@ -111,7 +111,7 @@ def parse(url: str) -> RedisAddress:
 
 
 def where(url: str) -> str:
-    """Return the server of a valid URL in readable form, without user, password and parameters."""
+    """Describe the server of a valid Redis URL for messages, without user, password and parameters."""
     address = parse(url)
     if address.sentinels:
         return f"the primary of {address.service!r} (Sentinels {_join(address.sentinels)})"
@@ -122,7 +122,7 @@ def where(url: str) -> str:
 
 
 def with_access_of(url: str, other: str) -> str:
-    """Return a URL completed with the user, the password and the certificates of another one."""
+    """Return a Redis URL to which the user, the password and the certificates of another URL are added."""
     parts, lender = urlsplit(url), urlsplit(other)
     credentials, at, _ = lender.netloc.rpartition("@")
     if "@" not in parts.netloc and parts.scheme != "unix":
@@ -153,23 +153,24 @@ def _join(hosts: tuple[tuple[str, int], ...]) -> str:
 
 
 ASK_SECONDS = 1.0
-"""Deadline of a query to one server, in seconds; after it the next server is asked."""
+"""Deadline of a lookup's query to one server, in seconds. After it the next server is asked."""
 
 
 class Lookup(Protocol):
-    """Finds the address of a connection's server by asking other servers."""
+    """Finds the address of the server to connect to, by asking Sentinels or cluster nodes."""
 
     def find(self) -> tuple[str, int]:
-        """Return host and port. Raises redis.ConnectionError if no server knows them."""
+        """Return host and port of the server to connect to. Raises redis.ConnectionError if no queried server knows
+        them."""
         ...
 
     def mark_address_stale(self) -> None:
-        """Start the next lookup at another server: the last answer may be outdated."""
+        """Begin the next lookup at another Sentinel or node, because the last answer may be outdated."""
         ...
 
 
 class FoundConnection(redis.Connection):
-    """A connection that looks up its server whenever it connects."""
+    """A Redis connection that looks up its server whenever it connects."""
 
     def __init__(self, *, lookup: Lookup, **settings: Any) -> None:
         self._lookup = lookup
@@ -185,7 +186,7 @@ class FoundConnection(redis.Connection):
 
 
 def ask(host: str, port: int, settings: Mapping[str, Any], *words: str) -> Any:
-    """Send a server one command. Raises redis.RedisError, OSError."""
+    """Send one command to a server, and return the reply. Raises redis.RedisError, OSError."""
     seconds: dict[str, Any] = {"socket_timeout": ASK_SECONDS, "socket_connect_timeout": ASK_SECONDS}
     once = Retry(NoBackoff(), 0)  # by default redis-py would ask the same server again for seconds
     with redis.Redis(host, port, protocol=2, decode_responses=True, retry=once, **seconds, **settings) as client:
@@ -196,7 +197,8 @@ class PrimaryLookup:
     """Asks Sentinels for the primary, beginning with the last Sentinel that knew it."""
 
     def __init__(self, address: RedisAddress, tls: Mapping[str, Any]) -> None:
-        """`tls`: redis-py's settings of TLS, for the Sentinels, too."""
+        """Create a lookup at the Sentinels of a Redis URL. `tls`: redis-py's TLS settings, used for the Sentinels,
+        too."""
         self._service = address.service
         self._sentinels: Sequence[tuple[str, int]] = address.sentinels
         self._settings = {**tls, "username": address.sentinel_user or None}
@@ -218,7 +220,7 @@ class PrimaryLookup:
         raise redis.ConnectionError(f"NOPRIMARY no Sentinel names one: {'; '.join(problems)}")
 
     def mark_address_stale(self) -> None:
-        """Start the next lookup at another Sentinel: the last answer may be outdated."""
+        """Begin the next lookup at another Sentinel, because the last answer may be outdated."""
         self._sentinels = (*self._sentinels[1:], *self._sentinels[:1])
 
     def _ask(self, host: str, port: int) -> list[str] | None:
@@ -237,13 +239,13 @@ def check_primary(connection: Any, lookup: Lookup, replication: bytes | str) -> 
 
 
 def demoted(connection: Any) -> redis.ConnectionError:
-    """Return the error for a server that answers READONLY."""
+    """Return the error for a server that answers READONLY because it is no longer the primary."""
     node = f"{connection.host}:{connection.port}"
     return redis.ConnectionError(f"READONLY {node} was demoted: the Sentinels are asked for the next primary")
 
 
 class PrimaryConnection(FoundConnection):
-    """A connection to the primary."""
+    """A connection to the Redis server that the Sentinels name as the primary."""
 
     def on_connect_check_health(self, check_health: bool = True) -> None:
         """Log in, and check that the server is a primary."""
@@ -260,11 +262,11 @@ class PrimaryConnection(FoundConnection):
 
 
 class PrimaryTlsConnection(PrimaryConnection, redis.SSLConnection):
-    """PrimaryConnection with TLS."""
+    """TLS connection to the Redis server that the Sentinels name as the primary."""
 
 
 COORDINATOR = "coordinator"
-"""The coordinator's tag. No run may have this id."""
+"""Tag of the coordinator's keys. No run may have this id."""
 
 
 def key_prefix(tag: str) -> str:
@@ -273,7 +275,8 @@ def key_prefix(tag: str) -> str:
 
 
 def mark_key(tag: str) -> str:
-    """Return the key of a tag's mark (blocking_client.py). It has another prefix because it outlives a run."""
+    """Return the key of a tag's mark, the counter of acknowledged writes. Its prefix differs from that of the tag's
+    other keys, because the mark outlives a run."""
     return f"relaxd:acknowledged:{{{tag}}}"
 
 
@@ -284,23 +287,24 @@ def slot_of(tag: str) -> int:
 
 Node = tuple[str, int]
 ELSEWHERE = (AskError, ClusterDownError, TryAgainError, redis.ReadOnlyError)
-"""Replies of a node that doesn't own a slot, or not all of its keys. MovedError is an AskError."""
+"""Errors that a cluster node answers if it doesn't own a slot, or lacks some of the slot's keys. MovedError is an
+AskError."""
 
 
 class OwnerLookup:
-    """Asks nodes for the owner of a tag's slot, beginning with the last node that knew it."""
+    """Asks cluster nodes which node owns a tag's slot, beginning with the last node that knew."""
 
     def __init__(self, address: RedisAddress, tag: str, settings: Mapping[str, Any]) -> None:
-        """`settings`: redis-py's, of users and TLS."""
+        """Create a lookup for a tag's slot in a cluster. `settings`: redis-py's settings of user, password and TLS."""
         self.tag = tag
         self.slot = slot_of(tag)
         self._given = address.nodes
         self._nodes = address.nodes
-        """Nodes named in the URL or by another node, in the order of queries."""
+        """Cluster nodes that the URL or another node named, in the order of queries."""
         self._settings = settings
 
     def find(self) -> Node:
-        """Return host and port of the owner. Raises redis.ConnectionError if no node knows it."""
+        """Return host and port of the node that owns the slot. Raises redis.ConnectionError if no node knows it."""
         problems = []
         for index, node in enumerate(self._nodes):
             place = f"{node[0]}:{node[1]}"
@@ -319,23 +323,24 @@ class OwnerLookup:
         raise redis.ConnectionError(f"NOOWNER slot {self.slot} of {self.tag!r}: {'; '.join(problems)}")
 
     def mark_address_stale(self) -> None:
-        """Start the next lookup at another node: the last answer may be outdated."""
+        """Begin the next lookup at another node, because the last answer may be outdated."""
         self._nodes = (*self._nodes[1:], *self._nodes[:1])
 
     def elsewhere(self, connection: Any, error: redis.RedisError) -> redis.ConnectionError:
-        """Return the error for a node that lacks the slot or one of its keys, and mark its address stale."""
+        """Return the error for a cluster node that lacks the slot or one of its keys, and mark the node's address
+        stale."""
         self.mark_address_stale()
         node, what = f"{connection.host}:{connection.port}", f"slot {self.slot} of {self.tag!r}"
         return redis.ConnectionError(f"{error.status_code} {node} says of {what}: {error}")
 
 
 class OwnerConnection(FoundConnection):
-    """A connection to the node that owns a slot."""
+    """A connection to the cluster node that owns a slot."""
 
     _lookup: OwnerLookup
 
     def on_connect_check_health(self, check_health: bool = True) -> None:
-        """Log in, and check that the node owns the slot: commands without keys would be carried out anywhere."""
+        """Log in, and check that the node owns the slot, because any node would execute commands without keys."""
         super().on_connect_check_health(check_health=check_health)
         self.send_command("EXISTS", key_prefix(self._lookup.tag), check_health=False)
         self.read_response()
@@ -349,9 +354,10 @@ class OwnerConnection(FoundConnection):
 
 
 class OwnerTlsConnection(OwnerConnection, redis.SSLConnection):
-    """OwnerConnection with TLS."""
+    """TLS connection to the cluster node that owns a slot."""
 
 
 def _address(server: list[Any], asked: Node) -> Node:
-    """Return the address of a server in CLUSTER SLOTS. A server without a host is on the queried node's host."""
+    """Return host and port of a server in the reply to CLUSTER SLOTS. A server without a host is on the queried node's
+    host."""
     return str(server[0] or asked[0]), int(server[1])

@@ -1,8 +1,8 @@
 """Redis operations that are independent of a connection.
 
-A RedisOperation is a generator: it yields requests to Redis, receives the replies, and returns a result. So the
-commands of an operation and the use of their replies are written once, for both kinds of connection: a Board executes
-operations in the calling thread, an AsyncBoard in the event loop.
+A RedisOperation is a generator: it yields requests to Redis, receives the replies, and returns a result. So an
+operation is written once for both kinds of connection: a Board executes operations in the calling thread, an AsyncBoard
+in the event loop.
 """
 
 import functools
@@ -14,21 +14,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 At = int | str | None
-"""A server: None for the board's Redis, a number for one of board.data_urls, a text for a data node's URL."""
+"""Redis server of a request: None for the board's Redis, a number for an entry of board.data_urls, or a data node's
+URL."""
 Command = tuple[Any, ...]
 
 
 class Send(NamedTuple):
-    """Commands for one round trip. The replies are a list; the first error in them is raised."""
+    """Request to send commands in one round trip. The answer is the list of replies; the first error in it is
+    raised."""
 
     commands: Sequence[Command]
     at: At = None
     how: Literal["read", "atomic", "write"] = "read"
-    """`write`: the replies come once replicas have the writes, if the URL has `wait_replicas`."""
+    """How the commands are sent. "atomic": as a transaction. "write": the replies come only once Redis's replicas have
+    the writes, if the URL has `wait_replicas`."""
 
 
 class FindKeys(NamedTuple):
-    """Ask for the keys of a server that begin with a prefix, as a list of texts."""
+    """Request for the keys of a server that begin with a prefix. The answer is a list of texts."""
 
     prefix: str
     at: At = None
@@ -39,18 +42,18 @@ RedisOperation = Generator[Request, Any, T]
 
 
 def ask(*command: Any, at: At = None) -> RedisOperation[Any]:
-    """Send one read-only command. Returns its reply."""
+    """Send one read-only command to Redis. Returns the command's reply."""
     (reply,) = yield Send((command,), at)
     return reply
 
 
 def is_cluster_node(at: At = None) -> RedisOperation[bool]:
-    """Return whether a server is a node of a Redis Cluster."""
+    """Return True if a server is a node of a Redis Cluster."""
     return bool((yield from ask("INFO", "cluster", at=at)).get("cluster_enabled"))
 
 
 def execute(operation: RedisOperation[T], send: Callable[[Request], list[Any]]) -> T:
-    """Execute an operation, and return its result."""
+    """Execute a Redis operation in the calling thread, and return the operation's result."""
     try:
         request = next(operation)
         while True:
@@ -66,7 +69,7 @@ def execute(operation: RedisOperation[T], send: Callable[[Request], list[Any]]) 
 
 
 async def execute_async(operation: RedisOperation[T], send: Callable[[Request], Coroutine[Any, Any, list[Any]]]) -> T:
-    """Execute an operation in the event loop, and return its result."""
+    """Execute a Redis operation in the event loop, and return the operation's result."""
     try:
         request = next(operation)
         while True:
@@ -82,29 +85,30 @@ async def execute_async(operation: RedisOperation[T], send: Callable[[Request], 
 
 
 class Blocking(ABC):
-    """Base of clients that execute operations in the calling thread."""
+    """Base class of clients that execute Redis operations in the calling thread."""
 
     def _run(self, operation: RedisOperation[T]) -> T:
         return execute(operation, self._send)
 
     @abstractmethod
     def _send(self, request: Request) -> list[Any]:
-        """Send a request, and return the replies."""
+        """Send an operation's request to Redis, and return the replies."""
 
 
 class Asynchronous(ABC):
-    """Base of clients that execute operations in the event loop."""
+    """Base class of clients that execute Redis operations in the event loop."""
 
     async def _run(self, operation: RedisOperation[T]) -> T:
         return await execute_async(operation, self._send)
 
     @abstractmethod
     async def _send(self, request: Request) -> list[Any]:
-        """Send a request, and return the replies."""
+        """Send an operation's request to Redis, and return the replies."""
 
 
 class Operation(Generic[P, T]):
-    """Turns an operation into a method, which a Blocking class calls and an Asynchronous class awaits."""
+    """Descriptor that makes a Redis operation a method: blocking in a Blocking class, a coroutine in an Asynchronous
+    class."""
 
     def __init__(self, operation: Callable[Concatenate[Any, P], RedisOperation[T]]) -> None:
         self._operation = operation
@@ -128,5 +132,6 @@ class Operation(Generic[P, T]):
 
 
 def operation(operation: Callable[Concatenate[Any, P], RedisOperation[T]]) -> Operation[P, T]:
-    """Make an operation a method of blocking and asyncio boards. Other operations use the operation, not the method."""
+    """Make a Redis operation a method of blocking and asyncio boards. Inside other operations, use the operation
+    itself, not the method."""
     return Operation(operation)

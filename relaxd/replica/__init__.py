@@ -4,4 +4,4 @@ A service implements `replica_service.ReplicaService`; `replica_life.run_replica
 """
 
 RESTART = 75
-"""Exit code of a process that Replica.Restart ended, which is no failure (EX_TEMPFAIL in sysexits.h)."""
+"""Exit code of a replica's process after Replica.Restart. It means no failure (EX_TEMPFAIL in sysexits.h)."""

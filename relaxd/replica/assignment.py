@@ -1,4 +1,4 @@
-"""Follows a replica's assignment: brings its service to the assigned state."""
+"""Follows the coordinator's assignment: starts, pauses, resumes and stops a replica's run."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.waiting import Backoff
 
 STOP_RUN_SECONDS = 60.0
-"""Timeout of stop_run, in seconds; the replica continues after it."""
+"""Timeout of a service's stop_run, in seconds. After it the replica continues."""
 BACKOFF = Backoff(first_seconds=1.0, max_seconds=30.0)
 _ENDED = (coordinator_pb2.RUN_STATE_STOPPED, coordinator_pb2.RUN_STATE_FAILED)
 
@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class AssignmentFollower:
-    """Starts, pauses, resumes and stops the service's run, one at a time, in the task of `run`.
+    """Starts, pauses, resumes and stops the service's run, as assigned. It does one of these at a time, in the task of
+    `run`.
 
     `on_change` is called whenever `state` or `run_id` changes. Leases on GPUs are returned when a run has been stopped.
     A drained replica that holds GPUs leaves the run, so that others can lease them; a replica that lost its GPUs starts
@@ -34,12 +35,12 @@ class AssignmentFollower:
 
     def __init__(self, service: ReplicaService, on_change: Callable[[], None], gpus: GpuLeases) -> None:
         self.state: replica_pb2.ReplicaState.ValueType = replica_pb2.REPLICA_STATE_IDLE
-        """IDLE, STARTING, READY or FAILED; `draining` is separate."""
+        """State of the replica: IDLE, STARTING, READY or FAILED. `draining` is a separate field."""
         self.detail = ""
         self.start_refused = False
         """True while the service is FAILED with INVALID_ARGUMENT: another start would fail as well."""
         self.run_id = ""
-        """The run that is started, is starting or failed to start."""
+        """Id of the run that has started, is starting or failed to start; empty for no run."""
         self.draining = False
         self._service = service
         self._on_change = on_change
@@ -55,7 +56,8 @@ class AssignmentFollower:
         self._attempts = 0
 
     def assign(self, assignment: Assignment, drain: bool = False) -> None:
-        """Follow a new assignment. A new or restarted run ends a drain unless `drain` is set."""
+        """Take over a new assignment, which the task of `run` carries out. A new or restarted run ends a drain unless
+        `drain` is set."""
         if assignment == self._wanted:
             return
         before = self._wanted
@@ -68,7 +70,7 @@ class AssignmentFollower:
 
     @property
     def idle_reason(self) -> str:
-        """Reason why the replica is idle although there is a run; else empty."""
+        """Reason why the replica is idle although there is a run; empty if there is none."""
         return self._wanted.idle_reason
 
     async def drain(self, seconds: float) -> int:
@@ -99,13 +101,13 @@ class AssignmentFollower:
             self._note_held(work.result())
 
     def _note_held(self, held: int) -> None:
-        """Give the GPUs back if the drain left no groups."""
+        """Have the GPUs' leases returned if the replica is draining and holds no group any more."""
         if not held and self.draining and self._gpus.held:
             self._drained = True
             self._wake.set()
 
     def undrain(self) -> None:
-        """End a drain: start the run again."""
+        """End a drain, and start the run again."""
         if self.draining:
             self.draining = self._drained = False
             self._restart = True
@@ -113,12 +115,12 @@ class AssignmentFollower:
             self._on_change()
 
     def restart_run(self) -> None:
-        """Stop the run and start it again."""
+        """Have the task of `run` stop the run and start it again."""
         self._restart = True
         self._interrupt()
 
     async def dismiss(self) -> None:
-        """Forget the assignment and the drain. Returns once the run has been stopped."""
+        """Remove the assignment and end the drain. Returns once the run has been stopped."""
         self._wanted = Assignment()
         self.draining = self._drained = False
         self._interrupt()
@@ -126,7 +128,7 @@ class AssignmentFollower:
             await self._idle.wait()
 
     async def run(self) -> None:
-        """Follow the assignment until cancelled."""
+        """Start, pause, resume and stop runs as assigned, until cancelled."""
         while True:
             self._wake.clear()
             if self.run_id and (self.run_id != self._target() or self._restart):
@@ -144,7 +146,7 @@ class AssignmentFollower:
                 pass
 
     async def stop(self, seconds: float = STOP_RUN_SECONDS) -> None:
-        """Stop the run, if any, and become IDLE."""
+        """Stop the service's run, if there is one, and set the replica's state to IDLE."""
         if self.state in (replica_pb2.REPLICA_STATE_STARTING, replica_pb2.REPLICA_STATE_READY):
             _log.info("leaving run %s", self.run_id)
             await self._stop_run(seconds)
@@ -152,7 +154,8 @@ class AssignmentFollower:
         self._set_state(replica_pb2.REPLICA_STATE_IDLE)
 
     def _target(self) -> str:
-        """Return the id of the run to work on, also while a drain finishes held groups; "" for no run."""
+        """Return the id of the run to work on; "" for no run. While a drain finishes held groups, this is still their
+        run."""
         wanted = self._wanted
         if wanted.state in _ENDED or (self.draining and self.state != replica_pb2.REPLICA_STATE_READY):
             return ""
@@ -173,7 +176,7 @@ class AssignmentFollower:
         self._on_change()
 
     async def _start(self, assignment: Assignment) -> float | None:
-        """Start the run. Returns the seconds until the next attempt; None when none is needed."""
+        """Start the assigned run. Returns the seconds until the next attempt; None if no further attempt is needed."""
         self.run_id = assignment.run_id
         self._paused = False
         self._set_state(replica_pb2.REPLICA_STATE_STARTING)

@@ -21,18 +21,19 @@ from relaxd.v1.coordinator_pb2 import LeaseGpusRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 CALL_SECONDS = 5.0
-"""Deadline of a LeaseGpus call, in seconds."""
+"""Deadline of a LeaseGpus call to the coordinator, in seconds."""
 RETRY_SECONDS = 1.0
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Status codes that are retried: the coordinator is away, or the GPUs' holder has just ended."""
+"""Status codes after which a LeaseGpus call is repeated: the coordinator is away, or the GPUs' holder has just
+ended."""
 LEASE_MARGIN = 1 / 6
 """Fraction of a lease's duration that is reserved for killing the children and freeing the GPUs' memory."""
 SHARE_VARIABLE = "RELAXD_GPU_SHARE"
-"""Environment variable with the share of its GPUs' memory that a child may use, above 0 to 1; unset: 1."""
+"""Environment variable with the share of GPU memory that a child process may use, above 0 to 1; unset: 1."""
 
 STEADY_SECONDS, STEADY_TICK_SECONDS, STEADY_LIMIT_SECONDS = 1.0, 0.2, 60.0
 STEADY_BYTES = 64 << 20
-"""Largest change of a GPU's memory in use, in bytes, that counts as steady."""
+"""Maximum change, in bytes, of a GPU's memory in use that still counts as steady."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,9 @@ class Gpu:
     """A GPU or a MIG device."""
 
     uuid: str
-    """GPU-... or MIG-..."""
+    """UUID of the GPU (GPU-...) or of the MIG device (MIG-...)."""
     index: int
-    """NVML's index of the GPU; a MIG device has its GPU's."""
+    """NVML's index of the GPU. A MIG device has the index of its GPU."""
 
     @property
     def is_mig(self) -> bool:
@@ -64,8 +65,8 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> tuple[Gpu, ...
 def select_visible(gpus: Sequence[Gpu], selection: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES = `selection` selects, in its order; None selects all.
 
-    It lists indices (in NVML's order, which is CUDA's on machines whose GPUs are alike) or unique prefixes of UUIDs.
-    The first unknown entry ends the list, as in CUDA.
+    The selection lists indices (in NVML's order, which is CUDA's on machines whose GPUs are alike) or unique prefixes
+    of UUIDs. The first unknown entry ends the list, as in CUDA.
     """
     if selection is None:
         return tuple(gpus)
@@ -84,7 +85,7 @@ def select_visible(gpus: Sequence[Gpu], selection: str | None) -> tuple[Gpu, ...
 
 
 def gpu_environment(gpus: Sequence[Gpu], share: float = 1.0) -> dict[str, str]:
-    """Return the environment variables that let a child process use a share of these GPUs' memory, and no others.
+    """Return environment variables by which a child process uses only these GPUs, and only a share of their memory.
 
     GPUs that aren't MIG devices are named by index in PCI bus order, which is NVML's, and not by UUID, because SGLang's
     all-reduce parses the entries as numbers.
@@ -95,12 +96,15 @@ def gpu_environment(gpus: Sequence[Gpu], share: float = 1.0) -> dict[str, str]:
 
 
 def gpu_share() -> float:
-    """Return this process's share of its GPUs' memory, from the variables of `gpu_environment`."""
+    """Return the share of GPU memory that this process may use, from the variables that `gpu_environment` returns."""
     return float(os.environ.get(SHARE_VARIABLE, "1"))
 
 
 def gpu_gauges(gpus: Sequence[Gpu]) -> dict[str, float]:
-    """Return gpu_memory_bytes (in use, summed) and gpu_utilisation (mean, 0 to 1), each only if a GPU reports it."""
+    """Return gpu_memory_bytes (bytes in use, summed over the GPUs) and gpu_utilisation (mean, 0 to 1).
+
+    A measurement that no GPU reports is left out.
+    """
     nvml = load_nvml()
     if nvml is None or not gpus:
         return {}
@@ -153,12 +157,12 @@ async def wait_until_steady(
 
 
 def load_nvml() -> Any:
-    """Return the initialised module pynvml; None without a driver that works."""
+    """Return the initialised module pynvml; None if there is no working NVIDIA driver."""
     return _nvml_or_problem()[0]
 
 
 def nvml_problem() -> str:
-    """Return the reason why `load_nvml` returns None; "" if it doesn't."""
+    """Return the reason why pynvml can't be used; "" if it can."""
     return _nvml_or_problem()[1]
 
 
@@ -191,7 +195,7 @@ def _all_gpus() -> tuple[Gpu, ...]:
 
 
 def _mig_devices(nvml: Any, handle: Any) -> list[Any]:
-    """Return the handles of a GPU's MIG devices; [] for an undivided GPU."""
+    """Return NVML's handles of a GPU's MIG devices; [] for an undivided GPU."""
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
         slots = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current == nvml.NVML_DEVICE_MIG_ENABLE else 0
@@ -207,37 +211,38 @@ def _mig_devices(nvml: Any, handle: Any) -> list[Any]:
 
 
 class GpuLeases:
-    """One replica's leases on GPUs. Lives in its event loop.
+    """One replica's leases on GPUs. Use it only in the event loop in which it was created.
 
     Args:
-        replica_id: the replica.
-        visible: GPUs that it sees.
+        replica_id: id of the replica.
+        visible: GPUs that the replica sees.
         coordinator: stub of the coordinator, which grants leases.
     """
 
     def __init__(self, replica_id: str, visible: Sequence[Gpu], coordinator: CoordinatorStub) -> None:
         self.visible = tuple(visible)
         self.held: tuple[Gpu, ...] = ()
-        """GPUs that children may use."""
+        """GPUs that this replica's child processes may use."""
         self.child_lease = GpuLease(self._on_lease_over)
-        """Kills the children that use GPUs if no heartbeat was answered in time. Pass it to Child.start."""
+        """Lease of the child processes that use GPUs, to pass to Child.start. It kills them if no heartbeat was
+        answered in time."""
         self.waiting = ""
-        """Reason why `lease` is waiting; empty if it isn't."""
+        """Reason why a call of `lease` is waiting for GPUs; empty if none is waiting."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Called, in the event loop, whenever children were killed because the lease was over."""
+        """Function that is called, in the event loop, whenever the lease was over and children were killed."""
         self._loop = asyncio.get_running_loop()
         self._share = 1.0
-        """Share of the memory of each GPU in `held`."""
+        """Share of each held GPU's memory that is leased, above 0 to 1."""
         self._until = 0.0
-        """End of the children's lease, by the monotonic clock. Each answered heartbeat moves it."""
+        """End of the children's lease by the monotonic clock, in seconds. Each answered heartbeat moves it."""
         self._replica_id = replica_id
         self._coordinator = coordinator
         self._settled = True
-        """True if the coordinator's record is known to match `held`."""
+        """True if the coordinator's record of this replica's GPUs is known to match `held`."""
         self._calling = asyncio.Lock()
 
     async def lease(self, count: int, share: float = 1.0) -> tuple[Gpu, ...]:
-        """Lease a share of the memory of `count` visible GPUs, instead of those held before, and return them.
+        """Lease a share of the memory of `count` visible GPUs, instead of GPUs held before, and return these GPUs.
 
         Returns () if no GPU is visible; children then use the CPU. Waits for GPUs whose holders have just ended, and
         while the coordinator is away; `waiting` has the reason. Raises ResourceExhausted when other replicas hold too
@@ -261,20 +266,22 @@ class GpuLeases:
     def on_contact(self, sent: float, lease_seconds: float) -> None:
         """Renew the children's lease: a registration or heartbeat that was sent at `sent` (monotonic) was answered.
 
-        The coordinator counts `lease_seconds` from its arrival. Counting from `sent`, which is earlier, is safe.
+        The coordinator counts `lease_seconds` from the message's arrival. Counting from `sent`, which is earlier, is
+        safe.
         """
         self._until = sent + lease_seconds * (1 - LEASE_MARGIN)
         self.child_lease.renew(self._until)
 
     async def give_back(self) -> None:
-        """Return all GPUs; their children must have ended. If the coordinator is away, `settle` reports it later."""
+        """Return all leases on GPUs to the coordinator. Children that use GPUs must have ended before. If the
+        coordinator is away, `settle` repeats this later."""
         self._settled = self._settled and not self.held
         self.held = ()
         self.child_lease.give_back()
         await self.settle()
 
     async def settle(self) -> None:
-        """Report that no GPU is held, unless the coordinator already knows."""
+        """Tell the coordinator that this replica holds no GPU, unless the coordinator knows or a GPU is held."""
         if self._settled or self.held or self._calling.locked():
             return
         async with self._calling:
@@ -287,9 +294,9 @@ class GpuLeases:
                     logger.warning("GPUs can't be returned yet: %s", explain(error))
 
     async def confirm(self) -> None:
-        """Lease the held GPUs again, after a registration.
+        """Lease the GPUs that this replica holds again, after a registration.
 
-        Raises ResourceExhausted when another replica has one of them now, and grpc.aio.AioRpcError.
+        Raises ResourceExhausted when another replica has one of these GPUs now, and grpc.aio.AioRpcError.
         """
         if self.held:
             async with self._calling:

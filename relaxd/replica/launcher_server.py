@@ -1,5 +1,5 @@
-"""Server of relaxd.v1.Launcher. Its Host starts local processes (relaxd.local.local_launcher), containers or pods
-(services.launcher).
+"""Server of relaxd.v1.Launcher. The server's Host starts local processes (relaxd.local.local_launcher), containers or
+pods (services.launcher).
 
 A replaced coordinator must not start or kill anything any more, so the launcher reads the newest term from Redis at
 every call and refuses calls with another term. It remembers no term itself: a single mistyped or malicious call with a
@@ -26,19 +26,21 @@ from relaxd.v1 import launcher_pb2_grpc
 
 
 class Host(Protocol):
-    """A place where replicas run. Its methods block; they are called in threads, concurrently, and raise RpcError."""
+    """Starts and stops replicas, as processes, containers or pods. The methods may block and raise RpcError. Several
+    threads call them at the same time."""
 
     roles: frozenset[str]
     """Roles that the host can start."""
 
     def launch(self, request: pb.LaunchRequest) -> pb.Instance:
-        """Start a replica, or return the existing one with this launch id."""
+        """Start a replica, or return the existing replica with the request's launch id."""
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
-        """Stop a replica and return once it has ended."""
+        """Stop a launched replica, and return once it has ended."""
 
     def restart(self, instance: str, replica_id: str) -> str:
-        """Kill a process and start it again (see the proto). Returns a description of the steps taken."""
+        """Kill a replica's process and start it again (see launcher.proto). Returns a description of the steps
+        taken."""
 
     def instances(self) -> list[pb.Instance]:
         """Return the replicas that were launched and not removed."""
@@ -54,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
-    """Answers relaxd.v1.Launcher: checks requests and passes them on to a host."""
+    """Implements the gRPC service relaxd.v1.Launcher: checks requests and passes them on to a host."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -103,7 +105,8 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
 
 
 async def run_launcher(host: Host, settings: ServiceSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises SystemExit(1), after logging the reason, when the port is taken."""
+    """Run a launcher's server until SIGTERM or SIGINT. Raises SystemExit(1), after logging the reason, when the port is
+    taken."""
     telemetry.setup_logging(settings.replica_id, settings.log_level)
     telemetry.setup(settings.role, settings.replica_id)
     try:

@@ -1,4 +1,4 @@
-"""Registration with the coordinator and heartbeats, through outages and restarts."""
+"""Keeps a replica registered with the coordinator, and sends heartbeats, through outages and restarts."""
 
 import asyncio
 import logging
@@ -17,10 +17,10 @@ from relaxd.waiting import waiting
 CALL_SECONDS = 5.0
 """Deadline of a registration or a heartbeat, in seconds."""
 RETRY_SECONDS = 0.5
-"""Seconds between two attempts while the coordinator is away."""
+"""Seconds between two attempts to reach the coordinator while it is away."""
 STARTING_SECONDS = 10.0
-"""Seconds after this process's start in which an unresponsive coordinator causes no warning: it may be starting,
-too."""
+"""Seconds after this process's start in which an unresponsive coordinator causes no warning, because it may
+be starting, too."""
 TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -30,7 +30,7 @@ TRANSIENT = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
 )
-"""Status codes after which another attempt may succeed."""
+"""Status codes of a registration or heartbeat after which another attempt may succeed."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 class Membership:
-    """Keeps a replica registered.
+    """Keeps a replica registered with the coordinator, and sends its heartbeats.
 
     Args:
         coordinator: stub of the coordinator.
@@ -50,7 +50,7 @@ class Membership:
         on_answer: called with every answer; a registration's answer is converted to a heartbeat's.
         on_registered: called after each registration, before `on_answer`.
         on_contact: called when a registration or heartbeat was answered, with the monotonic time at which it was sent
-            and the seconds for which it leases GPUs from its arrival.
+            and the duration of the GPU lease in seconds.
         engine_ranks: returns the engine's ranks; when they change, the replica registers again.
         tls: TLS files of the stub's channel, for messages.
     """
@@ -78,7 +78,7 @@ class Membership:
         self._engine_ranks = engine_ranks
         self._tls = tls
         self.send_now = asyncio.Event()
-        """Set to send the next heartbeat without waiting."""
+        """Event to set so that the next heartbeat is sent at once."""
         self._away = False
         self._warns_from = time.monotonic() + STARTING_SECONDS
         """Monotonic time before which an unresponsive coordinator causes no warning."""
@@ -86,7 +86,7 @@ class Membership:
 
     @property
     def launch_id(self) -> str:
-        """Launch id for the next registration; empty for a replica that was not launched by a scale request."""
+        """Launch id that the next registration sends; empty if no scale request launched the replica."""
         return self._registration.launch_id
 
     @launch_id.setter
@@ -94,7 +94,7 @@ class Membership:
         self._registration.launch_id = launch_id
 
     async def run(self) -> None:
-        """Register and send heartbeats until cancelled. Raises Refused."""
+        """Register the replica and send heartbeats until cancelled. Raises Refused."""
         while True:
             with waiting(f"the coordinator at {self._address} to register this process"):
                 await self._register()
@@ -126,7 +126,7 @@ class Membership:
             return
 
     async def send_last_status(self) -> None:
-        """Report the status once more, without retrying."""
+        """Report the replica's status to the coordinator a last time, without retrying."""
         request = HeartbeatRequest(replica_id=self._registration.replica_id, status=self._status())
         try:
             await self._coordinator.Heartbeat(request, timeout=1.0)
@@ -134,7 +134,7 @@ class Membership:
             _log.info("the last status did not reach the coordinator at %s: %s", self._address, explain(error))
 
     async def _heartbeat(self) -> bool:
-        """Send one heartbeat. Returns False if the replica has to register again."""
+        """Send one heartbeat to the coordinator. Returns False if the replica has to register again."""
         if self._engine_ranks() != self._registration.engine_ranks:
             return False  # the coordinator counts an engine's ranks in weight groups by its registration
         self.send_now.clear()

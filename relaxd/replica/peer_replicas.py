@@ -24,15 +24,16 @@ from relaxd.v1.replica_pb2 import (
 from relaxd.waiting import Backoff
 
 AVOIDED_SECONDS = 5.0
-"""Seconds for which a replica that did not answer isn't called; by then the coordinator knows if it has ended."""
+"""Seconds for which a replica that did not answer isn't called. After them the coordinator knows if the replica has
+ended."""
 FIRST_SECONDS = 5.0
 """Maximum seconds to wait for the coordinator's first list of replicas."""
 WATCH_SECONDS = 60.0
 WATCH_GRACE_SECONDS = 15.0
-"""Seconds that a watch's deadline is later than WATCH_SECONDS."""
+"""Seconds by which the deadline of a WatchReplicas call exceeds WATCH_SECONDS."""
 CLOSE_SECONDS = 5.0
 PAUSE = Backoff(first_seconds=0.2, max_seconds=5.0)
-"""Pauses between two watches while the coordinator is away."""
+"""Pauses between two WatchReplicas calls while the coordinator is away."""
 
 _TO_COME = (REPLICA_STATE_UNSPECIFIED, REPLICA_STATE_IDLE, REPLICA_STATE_STARTING)
 Stub = TypeVar("Stub")
@@ -40,16 +41,16 @@ _log = logging.getLogger(__name__)
 
 
 class NoReplicaError(Exception):
-    """No replica can be called at the moment."""
+    """No replica of the role can be called at the moment."""
 
     def __init__(self, message: str, *, starting: bool = False) -> None:
-        """`starting` is true if replicas have not failed, but are yet to start."""
+        """Create the error. `starting`: True if the replicas haven't failed, but are still to start."""
         super().__init__(message)
         self.starting = starting
 
 
 class Peer(Generic[Stub]):
-    """A replica that can be called."""
+    """A replica of another role that this process can call."""
 
     def __init__(self, replica_id: str, address: str, to: grpc.aio.Channel, stub: Stub) -> None:
         self.replica_id = replica_id
@@ -57,20 +58,21 @@ class Peer(Generic[Stub]):
         self.channel = to
         self.stub = stub
         self.open = 0
-        """Number of unanswered calls."""
+        """Number of this process's calls to the replica that aren't answered yet."""
         self.avoided_until = 0.0
         self.avoided_why = ""
         """Reason why the replica isn't called until `avoided_until`, such as "did not answer a moment ago"."""
         self.ready = True
-        """True if the coordinator last listed the replica as ready."""
+        """True if the coordinator's last list says that the replica is ready."""
         self.version: int | None = None
-        """Version of the weights on the replica, as last reported by the coordinator or itself; None if it has none."""
+        """Version of the weights on the replica, as the coordinator or the replica last reported it; None without
+        weights."""
         self.term = 0
-        """Term of the trainer that sent these weights."""
+        """Term of the trainer that sent the weights on the replica."""
 
     @contextmanager
     def called(self) -> Iterator[Stub]:
-        """Return the stub for a call in the block, during which the call counts as open."""
+        """Yield the replica's stub for a call, which counts as open until the block ends."""
         self.open += 1
         try:
             yield self.stub
@@ -79,7 +81,7 @@ class Peer(Generic[Stub]):
 
 
 class PeerReplicas(Generic[Stub]):
-    """Follows the replicas of a role, and chooses ready ones with the fewest open calls. Lives in one event loop."""
+    """Follows the replicas of a role, and chooses the ready replica with the fewest open calls. For one event loop."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class PeerReplicas(Generic[Stub]):
         *,
         serving: bool = False,
     ) -> None:
-        """Start to follow the replicas.
+        """Start to follow the replicas of a role.
 
         Args:
             role: role of the replicas.
@@ -108,22 +110,22 @@ class PeerReplicas(Generic[Stub]):
         self._run_id = run_id
         self._serving = serving
         self._known: dict[str, CallableReplica] = {}
-        """All replicas of the role by id."""
+        """All replicas of the role that the coordinator lists, by replica id."""
         self._peers: dict[str, Peer[Stub]] = {}
-        """Replicas that are ready or still have a call, by id."""
+        """Replicas of the role that are ready or still have an open call, by replica id."""
         self._came = False
-        """True once a replica has been ready."""
+        """True once any replica of the role has been ready."""
         self._listed = asyncio.Event()
-        """Set once the coordinator has listed the replicas."""
+        """Event that is set once the coordinator has listed the role's replicas."""
         self._watching = asyncio.create_task(self._watch(), name=f"watch the {role} replicas")
 
     @property
     def ready(self) -> list[Peer[Stub]]:
-        """The ready replicas."""
+        """Replicas of the role that are ready."""
         return [peer for peer in self._peers.values() if peer.ready]
 
     def unready(self) -> list[str]:
-        """Return the ids of the replicas that aren't ready, each with its reason."""
+        """Return the ids of the role's replicas that aren't ready, each with the reason."""
         return [f"{one.replica_id} {one.detail}".rstrip() for one in self._known.values() if not self._is_able(one)]
 
     async def choose(self, preferred: str = "", fits: Callable[[Peer[Stub]], bool] | None = None) -> Peer[Stub]:
@@ -146,11 +148,12 @@ class PeerReplicas(Generic[Stub]):
     def avoid(
         self, peer: Peer[Stub], seconds: float = AVOIDED_SECONDS, why: str = "did not answer a moment ago"
     ) -> None:
-        """Don't call a replica for `seconds`. Error messages show `why` after the words "those that"."""
+        """Exclude a replica from calls for `seconds`. Error messages show the reason `why` after the words "those
+        that"."""
         peer.avoided_until, peer.avoided_why = time.monotonic() + seconds, why
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Stop following the replicas, and close the connections to them."""
         self._watching.cancel()
         await asyncio.wait({self._watching}, timeout=CLOSE_SECONDS)
         peers, self._peers = self._peers, {}
@@ -158,7 +161,7 @@ class PeerReplicas(Generic[Stub]):
             await peer.channel.close(None)
 
     async def _wait_listed(self) -> None:
-        """Wait until the replicas are listed. Raises NoReplicaError."""
+        """Wait until the coordinator has listed the role's replicas. Raises NoReplicaError."""
         if self._watching.done() and (error := self._watching.exception()) is not None:
             raise error
         if self._listed.is_set():
@@ -170,7 +173,8 @@ class PeerReplicas(Generic[Stub]):
         raise NoReplicaError(f"the coordinator has not named the {self.role} replicas within {FIRST_SECONDS:g} s")
 
     async def _watch(self) -> None:
-        """Follow the replicas for ever. While the coordinator is away, the last known ones stay."""
+        """Follow the coordinator's list of the role's replicas for ever. The last list stays while the coordinator is
+        away."""
         after, failures = 0, 0
         while True:
             request = WatchReplicasRequest(role=self.role, after=after, max_seconds=WATCH_SECONDS)
@@ -190,7 +194,7 @@ class PeerReplicas(Generic[Stub]):
                 await asyncio.sleep(PAUSE.spread_pause(failures))  # named: by the warning
 
     async def _take_in(self, news: WatchReplicasResponse) -> None:
-        """Apply the coordinator's message."""
+        """Apply changes in the coordinator's list of the role's replicas."""
         gone = self._known.keys() - {one.replica_id for one in news.replicas} if news.complete else news.gone
         for name in list(gone):
             self._known.pop(name, None)
@@ -221,7 +225,7 @@ class PeerReplicas(Generic[Stub]):
         self._listed.set()
 
     def _no_replica(self) -> NoReplicaError:
-        """Return the error with the reason why no replica can be called."""
+        """Return the error for a call that finds no replica, with the reason."""
         ready, known = self.ready, self._known.values()
         starting = [one for one in known if one.state in _TO_COME]
         if not ready and (starting or not (self._came or known)):

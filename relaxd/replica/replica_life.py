@@ -43,7 +43,7 @@ from relaxd.v1.coordinator_pb2 import HeartbeatResponse, Registration
 from relaxd.waiting import waits
 
 WAIT_SECONDS = 2.0
-"""Minimum length of a wait in the status, in seconds."""
+"""Minimum length of a wait that a replica's status mentions, in seconds."""
 RESTART_SECONDS = 5.0
 """Maximum seconds from a request to restart until the process has ended."""
 
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Life:
-    """Connects a service, its server, its assignment and its membership."""
+    """Connects the parts of a replica's process: service, server, assignment, GPU leases and registration."""
 
     def __init__(self, service: ReplicaService, context: ReplicaContext) -> None:
         self.service = service
@@ -65,7 +65,7 @@ class _Life:
         self.membership: Membership | None = None
         self.ending = False
         self.restarting = asyncio.Event()
-        """Set when the process has to restart."""
+        """Event that is set when the process has to end so that its supervisor restarts it."""
         self.joined, self.left = asyncio.Event(), asyncio.Event()
         if not self.settings.standby:
             self.joined.set()
@@ -74,7 +74,7 @@ class _Life:
         self._drains: set[asyncio.Task[int]] = set()
 
     def status(self) -> replica_pb2.ReplicaStatus:
-        """Return the service's status, completed with the state of the replica: its run, drain, waits and GPUs."""
+        """Return the replica's status: that of the service, with the replica's run, drain, waits and GPUs."""
         follower = self.follower
         try:
             own = self.service.status()
@@ -139,19 +139,19 @@ class _Life:
         self.restarting.set()
 
     def send_status(self) -> None:
-        """Report the status with a heartbeat now."""
+        """Have a heartbeat with the replica's status sent at once."""
         if self.membership:
             self.membership.send_now.set()
 
     async def on_registered(self) -> None:
-        """Renew the leases on GPUs, and give up if another replica has them."""
+        """Lease the held GPUs again after a registration. End the process if another replica has them now."""
         try:
             await self.gpus.confirm()
         except ResourceExhausted as error:
             self.context.give_up(f"other replicas got the GPUs while this one was out of touch: {error}")
 
     async def on_answer(self, answer: HeartbeatResponse) -> None:
-        """Follow the coordinator's answer: its term, the assignment and a drain."""
+        """Apply the coordinator's answer to a heartbeat: its term, the assignment, and the start or end of a drain."""
         self.fence.newest = answer.term
         await self.gpus.settle()
         begin = answer.drain and not self.follower.draining
@@ -188,7 +188,8 @@ class _Life:
             await self.server.set_serving(False)
 
     async def keep_registered(self) -> None:
-        """Keep the replica registered from Join to Leave. Raises Refused."""
+        """Keep the replica registered; in standby only from each call of Replica.Join to Replica.Leave. Raises
+        Refused."""
         assert self.membership
         while True:
             await self.joined.wait()  # idle: nobody has asked it to join
@@ -205,7 +206,7 @@ class _Life:
                 await asyncio.gather(membership, left, return_exceptions=True)
 
     def start_membership(self, server: RunningServer) -> None:
-        """Prepare the registration, now that the server's port is known."""
+        """Create the replica's registration, for which the server's port is needed."""
         self.server = server
         registration = Registration(
             replica_id=self.settings.replica_id,
@@ -292,7 +293,7 @@ async def run_replica(
 async def _end(
     life: _Life, server: RunningServer, following: asyncio.Task[None], registering: asyncio.Task[None]
 ) -> None:
-    """Drain (unless restarting), stop the run and stop the server, all within the grace period."""
+    """Drain the replica (unless it restarts), stop its run and its server, all within the grace period."""
     loop = asyncio.get_running_loop()
     restarting = life.restarting.is_set()
     grace = min(life.settings.grace_seconds, RESTART_SECONDS) if restarting else life.settings.grace_seconds
@@ -321,7 +322,7 @@ def _longest_wait() -> str:
 
 
 def advertised_address(settings: ServiceSettings, port: int) -> str:
-    """Return host:port under which others reach this process.
+    """Return the host:port at which other services reach this process.
 
     That is settings.advertise, else the address it listens on, else (when it listens on all addresses) the address
     from which it reaches the coordinator.

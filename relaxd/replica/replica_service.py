@@ -38,68 +38,69 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceStatus:
-    """A service's part of ReplicaStatus; run_replica adds the rest."""
+    """The part of a replica's status that the service reports; run_replica adds the rest of ReplicaStatus."""
 
     held_groups: int = 0
-    """Groups held now; for an engine that agents use, its running requests."""
+    """Number of groups that the service holds now; for an engine that agents use, the number of running requests."""
     done_groups: int = 0
-    """Groups finished since the process started."""
+    """Number of groups finished since the process started."""
     detail: str = ""
-    """One sentence for people."""
+    """Details of the service's state, as one sentence for people."""
     state: "replica_pb2.ReplicaState.ValueType | None" = None
-    """STARTING, QUARANTINED or FAILED instead of READY. Ignored while run_replica itself knows the replica to be idle,
-    starting, failed or draining."""
+    """State of the service if it isn't READY: STARTING, QUARANTINED or FAILED. Ignored while run_replica itself knows
+    the replica to be idle, starting, failed or draining."""
     weights: replica_pb2.WeightVersion | None = None
-    """The weights that the service uses or has trained."""
+    """Version of the weights that the service uses or has trained; None if it has no weights."""
     progress: int = 0
-    """Counter of work done, in steps that never take long: see ReplicaStatus.progress."""
+    """Counter that grows while the service works, at short intervals (ReplicaStatus.progress)."""
     gauges: Mapping[str, float] = field(default_factory=dict)
-    """Further measurements by name."""
+    """Further measurements of the service, by name."""
     wait: "replica_pb2.ReplicaWait.ValueType" = replica_pb2.REPLICA_WAIT_UNSPECIFIED
-    """Kind of the wait in `detail`, if any."""
+    """Kind of the wait that `detail` describes, if it describes one."""
     start_refused: bool = False
-    """With the state FAILED: the settings or the model are wrong, so that another start would fail as well."""
+    """True if the state is FAILED because settings or the model are wrong, so that another start would fail as well."""
     awake: bool = False
-    """True if its children hold the device's memory, in a colocated run."""
+    """True if, in a colocated run, the service's child processes hold the GPUs' memory."""
 
 
 class ReplicaService(ABC):
-    """The role-specific part of a replica. The services take a `ReplicaContext` in their constructor.
+    """The role-specific part of a replica. The constructor of a service takes a `ReplicaContext`.
 
-    run_replica calls every method from one event loop, and never two of start_run, stop_run, pause_run, resume_run and
-    drain at once (status and drain excepted).
+    run_replica calls all methods from one event loop. It calls start_run, stop_run, pause_run and resume_run one at a
+    time, and may call status and drain meanwhile.
     """
 
     role: str
-    """Role that the replica registers with."""
+    """Role with which the replica registers."""
     engine_ranks: int = 0
-    """Ranks of its engine (rollout). When a run changes it, the replica registers again."""
+    """Number of ranks of a rollout replica's engine. When a run changes this number, the replica registers again."""
     max_connection_age_seconds: ClassVar[float | None] = None
-    """Age at which its server asks clients to reconnect: for services whose callers spread their calls over the
-    replicas behind one name. None: never."""
+    """Age in seconds of a connection at which the server asks the client to reconnect; None: never. For services whose
+    callers spread their calls over the replicas behind one name."""
 
     @abstractmethod
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """Prepare for a run and start to work on it; the replica is STARTING until this returns, then READY.
 
-        It is cancelled when the assignment changes or the process ends. An exception is reported as status.detail;
-        InvalidArgument also as status.start_refused. In either case stop_run is called next.
+        The call is cancelled when the assignment changes or the process ends. An exception is reported as
+        status.detail; InvalidArgument also as status.start_refused. In either case stop_run is called next.
         """
 
     @abstractmethod
     async def stop_run(self) -> None:
-        """Release held work and everything from start_run, whether it completed or not."""
+        """Release held work and everything that start_run created, even if start_run didn't complete."""
 
     @abstractmethod
     async def drain(self, seconds: float) -> int:
-        """Take no new work, and finish or hand back held work within `seconds`. Returns the number still held.
+        """Take no new work, and finish or hand back held work within `seconds`. Returns the number of groups still
+        held.
 
-        May be called again. Only the next start_run takes work again.
+        May be called again. After a drain, the service takes work only after the next start_run.
         """
 
     @abstractmethod
     def status(self) -> ServiceStatus:
-        """Return the current status, without blocking."""
+        """Return the service's current status, without blocking."""
 
     @abstractmethod
     async def pause_run(self) -> None:
@@ -107,14 +108,14 @@ class ReplicaService(ABC):
 
     @abstractmethod
     async def resume_run(self) -> None:
-        """Take work again after pause_run."""
+        """Take new work again after pause_run."""
 
 
 async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: Callable[[str], None]) -> None:
-    """Wait until the coordinator grants this replica the device. Call it while none of its children uses the device.
+    """Wait until it is this replica's turn on the GPUs of a colocated run. Call this while no child uses the GPUs.
 
     `on_wait` is called with the reason before each further attempt. Waits without a deadline, also while the
-    coordinator is away: cancel it when the run ends.
+    coordinator is away: cancel the call when the run ends.
     """
     warned = 0.0
     with waiting("its turn on the device") as wait:
@@ -134,7 +135,7 @@ async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: 
 
 
 class ReplicaContext:
-    """The process of a service: settings, coordinator, GPUs and shutdown. Open one with `open_context`; lives in its
+    """What a service needs of its process: settings, coordinator, GPUs and shutdown. Created by `open_context`, for one
     event loop.
 
     Args:
@@ -152,25 +153,25 @@ class ReplicaContext:
         self.gpus = gpus
         self.stop = stop
         self.fence = NewestTerm()
-        """The newest coordinator's term; calls with earlier terms are refused."""
+        """Term of the newest coordinator. Calls with earlier terms are refused."""
         self.failure = ""
-        """Reason of the first `give_up`; empty before it."""
+        """Reason of the first call of `give_up`; empty before that call."""
         self.failed = asyncio.Event()
-        """Set by `give_up`."""
+        """Event that the first call of `give_up` sets."""
         self.user_messages = RecentMessages()
         """Recent messages that users' code has sent with `relaxd.notify`."""
         self._loop = asyncio.get_running_loop()
 
     async def take_turn(self, on_wait: Callable[[str], None]) -> None:
-        """Wait until this replica of a colocated run may start children. Call it while it has none.
+        """Wait until this replica of a colocated run may start children that use the GPUs. Call this while it has none.
 
         `on_wait` is called with the reason for each wait.
         """
         await wait_for_turn(self.coordinator, self.settings.replica_id, on_wait)
 
     def give_up(self, reason: str) -> None:
-        """End this process with exit code 1, after handing back held groups. For failures that only a new process
-        repairs.
+        """End this process with exit code 1, after handing back held groups. For failures that only a new process can
+        repair.
 
         Its supervisor starts another one. Any thread may call this; only the first reason counts.
         """
@@ -198,26 +199,28 @@ async def open_context(settings: ServiceSettings) -> AsyncIterator[ReplicaContex
 
 
 MAX_LAUNCH_ID = 300
-"""Maximum length of a launch_id, in characters."""
+"""Maximum length of a replica's launch id, in characters."""
 REPLY_SECONDS = 0.5
-"""Seconds before the caller's deadline at which Drain and Leave answer."""
+"""Seconds before the caller's deadline at which Replica.Drain and Replica.Leave answer at the latest."""
 
 
 class Standby(Protocol):
-    """A replica that registers only on demand."""
+    """A replica in standby: it registers with the coordinator only on demand."""
 
     def join(self, launch_id: str) -> None:
-        """Register under a launch id. Raises FailedPrecondition if it has joined under another one."""
+        """Register the replica under a launch id. Raises FailedPrecondition if it has joined under another launch
+        id."""
 
     async def leave(self, launch_id: str, seconds: float) -> None:
-        """Drain within `seconds` and unregister. Does nothing if it hasn't joined under this launch id."""
+        """Drain the replica within `seconds`, and unregister it. Does nothing if it hasn't joined under this launch
+        id."""
 
 
 class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
-    """Answers relaxd.v1.Replica.
+    """Implements the gRPC service relaxd.v1.Replica.
 
     Args:
-        status: returns the status.
+        status: returns the replica's status.
         drain: drains within the given seconds; returns the number of groups still held.
         standby: handles Join and Leave; None refuses them.
         restart: handles Restart, given replica id and reason; None refuses it.
@@ -273,27 +276,28 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
 
 MAX_SYNC_ID = 2**62
-"""Maximum id. Real ids stay far below it; a larger id, sent by mistake, would block all later synchronisations."""
+"""Maximum id of a weight synchronisation. Real ids stay far below it; a larger id, sent by mistake, would block all
+later synchronisations."""
 
 
 class SyncIds:
-    """Refuses calls of a weight synchronisation after a call of a later one from the same coordinator.
+    """Refuses calls of a weight synchronisation after the same coordinator has called for a later synchronisation.
 
-    Ids ascend within a coordinator's term; a later one may begin with smaller ids, because its Redis may have lost the
-    last one and its clock may have been set. Calls of earlier terms are refused before (`NewestTerm`). No id is
-    compared with this machine's clock, which may be wrong by days.
+    Ids ascend within a coordinator's term. A later term may begin with smaller ids, because the coordinator's Redis may
+    have lost the last id and its clock may have been set. Calls of earlier terms are refused before (`NewestTerm`). No
+    id is compared with this machine's clock, which may be wrong by days.
     """
 
     def __init__(self, coordinator: NewestTerm | None = None) -> None:
-        """`coordinator` holds the newest coordinator's term; None: there is only one coordinator."""
+        """Create a check. `coordinator` has the newest coordinator's term; None: there is only one coordinator."""
         self._coordinator = coordinator
         self._term = 0
         self._last = 0
 
     def take(self, sync_id: int) -> None:
-        """Accept a call of this synchronisation.
+        """Accept a call of the weight synchronisation with this id.
 
-        Raises FailedPrecondition when a later one was seen, InvalidArgument when the id is too large.
+        Raises FailedPrecondition when a later synchronisation was seen, InvalidArgument when the id is too large.
         """
         if sync_id > MAX_SYNC_ID:
             problem = f"is {sync_id}: it must be at most {MAX_SYNC_ID}"

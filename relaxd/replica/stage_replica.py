@@ -13,11 +13,11 @@ from relaxd.v1.coordinator_pb2 import Assignment
 
 
 class StageReplica(ReplicaService):
-    """Takes a stage's groups from the assigned run's board, processes them with the function from `prepare`, and
-    commits the results."""
+    """Takes a stage's groups from the assigned run's board, processes them with the function that `prepare` returns,
+    and commits the results."""
 
     stage: ClassVar[str]
-    """Name of the stage."""
+    """Name of the stage whose groups the replica processes."""
     max_connection_age_seconds: ClassVar[float | None] = 30.0
 
     def __init__(self, context: ReplicaContext) -> None:

@@ -1,6 +1,7 @@
 """Access control: bearer tokens with roles, the calls that a role may make, and the replicas that it may act for.
-Methods of the protos, read from their descriptors: who may call them, whether gRPC may retry, whether they need a term;
-and server reflection."""
+
+Reads from the protos' descriptors who may call a method, whether gRPC may retry it, and whether it needs a term. Also
+adds server reflection."""
 
 import hashlib
 import hmac
@@ -56,26 +57,28 @@ _FILES = (
     rank_pb2,
 )
 _WORK = ("/relaxd.v1.Agent/Converse", "/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate")
-"""Calls of the coordinator that change only a replica's load."""
+"""Paths of coordinator calls that only give a replica work; they need no term, unlike orders such as Drain."""
 
 
 def methods() -> Iterator[MethodDescriptor]:
-    """Yield every method of every relaxd service."""
+    """Yield the descriptors of all gRPC methods of relaxd's services."""
     for file in _FILES:
         for service in file.DESCRIPTOR.services_by_name.values():
             yield from service.methods
 
 
 def callers(method: MethodDescriptor) -> tuple[str, ...]:
-    """Return the owners of tokens that allow a method (protos/relaxd/v1/access.proto); empty if its proto names
-    none."""
+    """Return who may call a method, as its proto declares (option `callers` of protos/relaxd/v1/access.proto).
+
+    Empty if the proto declares nobody.
+    """
     return tuple(method.GetOptions().Extensions[access_pb2.callers])
 
 
 def may_repeat(method: MethodDescriptor) -> bool:
     """Return whether gRPC may retry a method on UNAVAILABLE: a unary read, or one that its proto calls idempotent.
 
-    A blanket retry would carry a request that kills a replica to the next one.
+    Other calls aren't retried, because a request that kills a replica would then kill the next one, too.
     """
     return not method.server_streaming and method.GetOptions().idempotency_level in (
         MethodOptions.NO_SIDE_EFFECTS,
@@ -84,7 +87,7 @@ def may_repeat(method: MethodDescriptor) -> bool:
 
 
 def path(method: MethodDescriptor) -> str:
-    """Return a method's path, such as "/relaxd.v1.Reward/Score"."""
+    """Return a gRPC method's path, such as "/relaxd.v1.Reward/Score"."""
     return f"/{method.containing_service.full_name}/{method.name}"
 
 
@@ -92,7 +95,7 @@ _ORDERS = frozenset(path(method) for method in methods() if callers(method) == (
 
 
 def needs_term(method_path: str) -> bool:
-    """Return whether a method is an order to a replica or launcher. Orders must carry a coordinator's term."""
+    """Return True if a method is an order to a replica or launcher, which must carry the coordinator's term."""
     return method_path in _ORDERS
 
 
@@ -100,7 +103,7 @@ REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE
 
 
 def enable_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
-    """Answer reflection calls about the services `names`."""
+    """Add gRPC server reflection to a server, for the services `names`."""
     pool = _MethodFindingPool()
     servicer = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME], pool=pool)  # type: ignore[attr-defined]
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
@@ -116,7 +119,7 @@ def enable_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
 
 
 class _MethodFindingPool:
-    """protobuf's default pool, extended to find methods, as `grpcurl describe relaxd.v1.Reward.Score` needs."""
+    """protobuf's default descriptor pool that also finds methods, for `grpcurl describe relaxd.v1.Reward.Score`."""
 
     def __init__(self) -> None:
         self._pool = descriptor_pool.Default()
@@ -136,23 +139,23 @@ class _MethodFindingPool:
 
 
 READ = "read"
-"""Role of tokens for calls that only read."""
+"""Token role that allows only calls that read."""
 ADMIN = "admin"
-"""Role of tokens for all calls, on behalf of any replica."""
+"""Token role that allows all calls, on behalf of any replica."""
 REPLICA = "replica"
-"""Caller in protos that stands for every role with replicas, each acting for its own ones."""
+"""Name in the protos' `callers` option that stands for all roles with replicas; each may act for its own replicas."""
 TOKEN_ROLES = (READ, ADMIN, *ROLES)
-"""Roles of tokens."""
+"""All roles that a token may have: "read", "admin" and the roles of services."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller of a call: the role and name of its token."""
+    """Who makes a gRPC call, identified by the name and role of the access token."""
 
     name: str
-    """Name of the token."""
+    """The token's name in the token file, for people."""
     role: str
-    """One of TOKEN_ROLES."""
+    """The token's role, one of TOKEN_ROLES."""
 
 
 _CALLERS = {
@@ -163,14 +166,14 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 
 
 def callers_of(method: str) -> tuple[str, ...]:
-    """Return the roles whose tokens allow a method, such as "/relaxd.v1.Reward/Score"; only ADMIN for unknown ones."""
+    """Return the token roles that may call a method, such as "/relaxd.v1.Reward/Score"; only ADMIN if it is unknown."""
     listed = (REPLICA_ROLES if role == REPLICA else (role,) for role in _CALLERS.get(method, ()))
     roles = [role for several in listed for role in several if role in TOKEN_ROLES]
     return tuple(dict.fromkeys([*roles, ADMIN]))
 
 
 def admit(caller: Caller, method: str) -> None:
-    """Raise PermissionDenied unless `caller` may call a method; remember the caller for `speak_for`."""
+    """Check that a caller may call a method, and remember the caller for `speak_for`. Raises PermissionDenied."""
     if caller.role != ADMIN and caller.role not in callers_of(method):
         raise PermissionDenied(
             f"{_token(caller)}, but {method} is for {_either(callers_of(method))}: call it with such a token"
@@ -206,32 +209,32 @@ def _either(roles: Iterable[str]) -> str:
 _log = logging.getLogger(__name__)
 
 MIN_TOKEN_LENGTH = 16
-"""Minimum characters of a token that callers on other machines may use."""
+"""Minimum length, in characters, of a token that callers on other machines may use."""
 KNOWN_TOKENS = (
     *("", "admin", "changeme", "default", "demo", "dev", "development", "example", "letmein", "local", "none"),
     *("null", "pass", "password", "relaxd", "root", "secret", "test", "testing", "token", "your-token", "xxx"),
 )
-"""Guessable tokens. All are shorter than MIN_TOKEN_LENGTH: the list detects tokens that a file gives as SHA-256, which
-hides their length."""
+"""Guessable tokens. All are shorter than MIN_TOKEN_LENGTH: the list detects tokens of which a file has only the
+SHA-256, which hides their length."""
 
 
 @dataclass(frozen=True)
 class _Entry:
     caller: Caller
     digest: bytes
-    """SHA-256 of the token."""
+    """SHA-256 digest of the access token."""
     weakness: str
     """Reason why the token is guessable; empty if it seems strong."""
 
 
 class AccessTokens:
-    """The tokens that a server accepts."""
+    """The access tokens that a server accepts; reloads the token file when it changes."""
 
     RELOAD_SECONDS = 1.0
-    """Seconds between two checks for a changed file."""
+    """Seconds between two checks whether the token file has changed."""
 
     def __init__(self, file: Path | None = None, token: str | None = None) -> None:
-        """Accept the tokens of `file`, else `token` for admins.
+        """Accept the tokens in `file`; without a file, accept only `token`, with the role admin.
 
         Each line of the file is `role name token`: role is in TOKEN_ROLES, name is for people, and token is the
         token itself or `sha256:` and its hexadecimal SHA-256. `#` begins a comment. A changed file is read again; if it
@@ -258,7 +261,7 @@ class AccessTokens:
         self._strong_only = True
 
     def caller(self, token: str) -> Caller | None:
-        """Return the owner of a token; None if it is unknown. Takes constant time."""
+        """Return the name and role of a token; None if it is unknown. Compares in constant time."""
         return self._find(token.encode())
 
     def check(self, method: str, authorization: str | bytes | None) -> None:

@@ -22,7 +22,7 @@ from relaxd.telemetry import inject
 from relaxd.telemetry.spans import RpcMethod, end_client_span, open_client_span
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""Maximum size of a message. The largest are requests with all media of a conversation."""
+"""Maximum size of a gRPC message, in bytes. The largest messages are requests with all media of a conversation."""
 DEFAULT_DEADLINE_SECONDS = 30.0
 """Default deadline of unary calls, in seconds."""
 DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
@@ -65,13 +65,13 @@ def sync_channel(
     term: int = 0,
     stack: str | None = None,
 ) -> grpc.Channel:
-    """Open a channel for threads and the command line; otherwise like `channel`."""
+    """Open a synchronous gRPC channel, for threads and the command line; otherwise like `channel`."""
     plain = open_channel(grpc, address, channel_options(), tls or TlsFiles.from_environment())
     return grpc.intercept_channel(plain, _SyncInterceptor(call_metadata(token, term, stack)))
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
-    """Return the gRPC channel arguments of relaxd's clients."""
+    """Return the gRPC channel arguments of relaxd's clients: round robin, retries, message size, keepalive."""
     names = [
         {"service": method.containing_service.full_name, "method": method.name}
         for method in methods()
@@ -139,12 +139,20 @@ class MultiCallable:
     def __init__(
         self, call: Any, path: str, target: str, deadline_seconds: float | None, metadata: MakeMetadata
     ) -> None:
-        """`path`: the method's path; `target`: the channel's; `deadline_seconds`: default deadline of calls."""
+        """Wrap a gRPC multi-callable.
+
+        Args:
+            call: the multi-callable to wrap.
+            path: the method's path, such as "/relaxd.v1.Reward/Score".
+            target: name of the server in spans.
+            deadline_seconds: default deadline of calls; None: no deadline.
+            metadata: makes the metadata of a call, given the caller's metadata and the span.
+        """
         self._call, self._deadline_seconds, self._metadata = call, deadline_seconds, metadata
         self._method = RpcMethod(path, target)
 
     def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
-        """Make the call. `options` are those of grpc.aio's multi-callables."""
+        """Start a call of the method. `options` are passed on to grpc.aio's multi-callable."""
         timeout = self._deadline_seconds if timeout is None else timeout
         span = open_client_span(self._method)
         call = self._call(request, timeout=timeout, metadata=self._metadata(metadata, span), **options)
@@ -153,7 +161,7 @@ class MultiCallable:
         return call
 
     def _end_soon(self, span: Span, call: Any) -> None:
-        """End the span once the response is on its way to the caller."""
+        """End a call's span in the event loop's next round, so that the response reaches the caller first."""
         asyncio.get_running_loop().call_soon(self._end, span, call, time.time_ns())
 
     def _end(self, span: Span, call: Any, ended_at: int) -> None:
@@ -161,7 +169,7 @@ class MultiCallable:
 
 
 def _status(call: Any) -> str:
-    """Return the status name of an ended call."""
+    """Return the name of the gRPC status with which a call ended, such as "OK"."""
     asking = call.code()
     try:
         asking.send(None)  # a coroutine that need not wait
@@ -175,7 +183,7 @@ def _status(call: Any) -> str:
 
 
 class AsyncChannel(grpc.aio.Channel):
-    """A channel whose calls carry metadata and have a deadline."""
+    """A grpc.aio channel that adds relaxd's metadata, a default deadline and a span to each call."""
 
     def __init__(
         self,
@@ -185,7 +193,11 @@ class AsyncChannel(grpc.aio.Channel):
         deadline_seconds: float | None,
         stream_deadline_seconds: float | None,
     ) -> None:
-        """`target`: name of the server in spans. The deadlines apply to calls without a timeout; None: no deadline."""
+        """Wrap the channel `plain`.
+
+        `metadata` makes each call's metadata, and `target` names the server in spans. The deadlines apply to calls
+        without a timeout; None: no deadline.
+        """
         self._plain, self._metadata, self._target = plain, metadata, target
         self._deadline_seconds, self._stream_deadline_seconds = deadline_seconds, stream_deadline_seconds
 
@@ -230,7 +242,10 @@ class _SyncInterceptor(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds deadline and metadata to calls of threads. Makes no spans, because only tools outside of traces use it."""
+    """Adds a default deadline and relaxd's metadata to the calls of a synchronous channel.
+
+    Creates no spans, because only tools outside of traces use synchronous channels.
+    """
 
     def __init__(self, metadata: MakeMetadata) -> None:
         self._metadata = metadata

@@ -15,7 +15,7 @@ from relaxd.rpc.errors import ServerError
 from relaxd.rpc.tls import TlsFiles
 
 REDIS_FILES = {"ca": "ssl_ca_certs", "certificate": "ssl_certfile", "key": "ssl_keyfile"}
-"""TLS files for Redis, and their names in redis-py's URLs."""
+"""For each kind of TLS file for Redis: the parameter in the query of redis-py's URLs that names the file."""
 
 
 def read_token(
@@ -39,8 +39,11 @@ def read_token(
 
 
 def read_tokens(role: str, file: str, token: str | None) -> AccessTokens | None:
-    """Read the tokens to accept. Raises OSError, and ValueError, also if they lack `token`, with which this service
-    calls others, for its role or for admins."""
+    """Read the file of access tokens that this service accepts; None if `file` is "".
+
+    `token` is the token with which this service calls others. Raises OSError if the file can't be read, ValueError if
+    it is invalid, or lacks `token` with this service's role or the role admin.
+    """
     if not file:
         return None
     tokens = AccessTokens(Path(file))
@@ -56,7 +59,7 @@ def read_tokens(role: str, file: str, token: str | None) -> AccessTokens | None:
 
 
 def read_tls(role: str, values: Mapping[str, str]) -> TlsFiles:
-    """Make and check TlsFiles. Raises ValueError."""
+    """Return the TLS files of a service with this role. Raises ValueError if they are invalid or incomplete."""
     tls = TlsFiles(**values)
     tls.check()
     if role not in ("launcher", "console") and bool(tls.certificate) != bool(tls.ca):
@@ -69,9 +72,9 @@ def read_tls(role: str, values: Mapping[str, str]) -> TlsFiles:
 
 
 def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
-    """Add TLS files ("ca", "certificate", "key"; "" for none) to the query of a Redis URL.
+    """Return a Redis URL with TLS files ("ca", "certificate", "key"; "" for none) added to its query.
 
-    Raises OSError, ValueError.
+    Raises OSError if a file can't be read, ValueError if the URL isn't rediss://.
     """
     parts = urlsplit(redis_url)
     there = parse_qs(parts.query)
@@ -88,7 +91,7 @@ def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
 
 
 def with_password(redis_url: str, file: str) -> str:
-    """Add the password in a file to a Redis URL. Raises OSError, ValueError."""
+    """Return a Redis URL with the password from a file added; unchanged if `file` is "". Raises OSError, ValueError."""
     if not file:
         return redis_url
     password = Path(file).read_text(encoding="utf-8").strip()
@@ -103,14 +106,14 @@ def with_password(redis_url: str, file: str) -> str:
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """Authentication of a server's callers."""
+    """How a server authenticates its callers: access tokens and TLS."""
 
     tokens: AccessTokens | None = None
-    """Accepted tokens; None accepts every call."""
+    """Access tokens that the server accepts; None: calls need no token."""
     tls: TlsFiles = field(default_factory=TlsFiles)
-    """The server's certificate, if any."""
+    """The server's certificate and key, and the CA for clients; without a certificate the server doesn't use TLS."""
     allow_insecure: bool = False
-    """Allow listening beyond loopback without authentication."""
+    """True to allow that a server without authentication listens on more than the loopback interface."""
 
     def check(self, host: str) -> None:
         """Raise ServerError if the server would be open to anyone who reaches `host`, or its tokens are guessable.

@@ -1,4 +1,4 @@
-"""Errors on the wire: exceptions that handlers raise, as gRPC statuses.
+"""Errors of gRPC calls: exceptions that handlers raise, and their conversion to and from gRPC statuses.
 
 A handler rejects a request by raising an RpcError. Any other exception is a bug and becomes INTERNAL (see
 relaxd.rpc.interceptor).
@@ -17,20 +17,20 @@ from google.rpc import error_details_pb2, status_pb2
 
 Detail = TypeVar("Detail", bound=Message)
 ERROR_DOMAIN = "relaxd"
-"""Domain of the reasons in google.rpc.ErrorInfo."""
+"""Value of `domain` in the google.rpc.ErrorInfo of relaxd's errors."""
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key in which gRPC carries a serialized google.rpc.Status."""
 MAX_SECONDS = 86400.0
-"""Maximum duration in a request, in seconds."""
+"""Maximum value of durations that requests contain, such as timeouts, in seconds."""
 MAX_VIOLATIONS = 16
-"""Maximum number of violations that an error lists; the rest are only counted."""
+"""Maximum number of invalid fields that an InvalidArgument error lists; further ones are only counted."""
 MAX_DESCRIPTION, MAX_FIELD = 400, 100
 MAX_MESSAGE, MAX_DETAILS = 2500, 2500
-"""Limits of an error on the wire, in bytes (messages: as gRPC escapes them). It is sent in HTTP/2 trailers, which gRPC
-clients reject above 8 KiB."""
+"""Maximum bytes of an error's message, as gRPC escapes it, and of its details. Errors are sent in HTTP/2 trailers,
+which gRPC clients reject above 8 KiB."""
 _TOO_LARGE = re.compile(r"(message|frame)\b.*\b(larger than|exceeds|too large)", re.IGNORECASE)
-"""Details by which gRPC libraries report a message above a limit with RESOURCE_EXHAUSTED: the status alone may mean
-busy."""
+"""Pattern of gRPC's error text for a message above the size limit. The status RESOURCE_EXHAUSTED alone may mean that
+the server is busy."""
 
 
 class ServerError(Exception):
@@ -38,10 +38,11 @@ class ServerError(Exception):
 
 
 class RpcError(Exception):
-    """An error status of a call.
+    """Base class of the errors with which a gRPC handler rejects a call; each subclass has its status code.
 
-    `message` is a sentence for people; `details` are protobuf messages for google.rpc.Status.details, which always has
-    a google.rpc.ErrorInfo. Its `reason` is for programs, such as "RUN_ACTIVE"; by default the status's name.
+    `message` is a sentence for people. `reason` is for programs, such as "RUN_ACTIVE"; by default it is the name of the
+    status code. `details` are protobuf messages for google.rpc.Status.details, in addition to a google.rpc.ErrorInfo
+    with the reason.
     """
 
     code = grpc.StatusCode.UNKNOWN
@@ -54,7 +55,7 @@ class RpcError(Exception):
 
     @property
     def short_message(self) -> str:
-        """The message, shortened for the wire."""
+        """The error's message, cut at MAX_MESSAGE bytes for the HTTP/2 trailers."""
         return shortened(self.message, MAX_MESSAGE)
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
@@ -87,7 +88,7 @@ class InvalidArgument(RpcError):
 
     @classmethod
     def from_validation(cls, error: pydantic.ValidationError, prefix: str = "") -> "InvalidArgument":
-        """Convert pydantic's errors; `prefix` is prepended to each field's name."""
+        """Convert pydantic's errors to violations of one InvalidArgument; `prefix` and a dot precede field names."""
         violations = Violations()
         for mistake in error.errors(include_url=False):
             place = ".".join(str(part) for part in mistake["loc"])
@@ -96,13 +97,13 @@ class InvalidArgument(RpcError):
 
 
 class NotFound(RpcError):
-    """The requested object does not exist."""
+    """The object that the request names, such as a run, does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
 
 
 class AlreadyExists(RpcError):
-    """The object to create exists already."""
+    """The object that the caller wants to create, such as a run, exists already."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
@@ -125,13 +126,13 @@ class FailedPrecondition(RpcError):
 
 
 class Aborted(RpcError):
-    """The work was started, but another event made the service abandon it."""
+    """The service started the call's work, but abandoned it because of another event."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class Unavailable(RpcError):
-    """The service is temporarily unable to do this; the caller may retry, not before `retry_seconds`."""
+    """The service is temporarily unable to execute the call; the caller may retry after `retry_seconds`."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -140,7 +141,7 @@ class Unavailable(RpcError):
 
 
 class ResourceExhausted(RpcError):
-    """A limit on size or number is exceeded. With `retry_seconds` the caller may retry after them."""
+    """The call exceeds a limit on a size or number. If `retry_seconds` is set, the caller may retry after that time."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -155,7 +156,7 @@ def _retry_info(seconds: float) -> error_details_pb2.RetryInfo:
 
 
 class DeadlineExceeded(RpcError):
-    """The work exceeded its deadline."""
+    """The service could not finish the call's work before the deadline."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -173,7 +174,7 @@ class PermissionDenied(RpcError):
 
 
 class Violations:
-    """Collects the faults of a request, to report all of them at once."""
+    """Collects the invalid fields of a request, so that one error reports all of them."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
@@ -181,38 +182,39 @@ class Violations:
         self._count = 0
 
     def add(self, field: str, description: str) -> None:
-        """Add a violation; the description gives the value and what would be right."""
+        """Record that a field is invalid. The description says the wrong value and what is valid."""
         self._count += 1
         if self._count <= MAX_VIOLATIONS:
             self.found.append((field, description))
 
     def check(self, condition: object, field: str, description: str) -> bool:
-        """Add a violation unless the condition is true. Returns the condition."""
+        """Record that a field is invalid unless `condition` is true. Returns the condition as a bool."""
         if not condition:
             self.add(field, description)
         return bool(condition)
 
     def check_seconds(self, seconds: float, field: str) -> bool:
-        """Add a violation unless `seconds` is positive and at most MAX_SECONDS."""
+        """Record that a field is invalid unless `seconds` is positive and at most MAX_SECONDS. Returns True if
+        valid."""
         return self.check(
             0 < seconds <= MAX_SECONDS, field, f"is {seconds:g}: it must be positive, and at most {MAX_SECONDS:g}"
         )
 
     def error(self) -> InvalidArgument:
-        """Return the violations as an error."""
+        """Return an InvalidArgument error that lists the recorded violations."""
         told = [f"{field}: {shortened(text, MAX_DESCRIPTION)}" for field, text in self.found]
         if self._count > MAX_VIOLATIONS:
             told.append(f"and {self._count - MAX_VIOLATIONS} more")
         return InvalidArgument("; ".join(told), self.found)
 
     def raise_if_any(self) -> None:
-        """Raise InvalidArgument if there are violations."""
+        """Raise InvalidArgument if any field was recorded as invalid."""
         if self.found:
             raise self.error()
 
 
 def shortened(text: str, max_bytes: int) -> str:
-    """Cut a text at `max_bytes` and add its length.
+    """Return a text unchanged, or cut at `max_bytes` and followed by its full length in characters.
 
     Bytes are counted as gRPC escapes them: three for each byte that isn't printable ASCII.
     """
@@ -225,13 +227,16 @@ def shortened(text: str, max_bytes: int) -> str:
 
 
 def field_violations(error: grpc.RpcError) -> list[tuple[str, str]]:
-    """Return the (field, description) pairs that a server sent with an error."""
+    """Return the invalid fields that a failed call's error lists, as (field, description) pairs."""
     bad_request = _detail(error, error_details_pb2.BadRequest())
     return [(violation.field, violation.description) for violation in bad_request.field_violations]
 
 
 def failed_precondition(error: grpc.RpcError, reason: str) -> str:
-    """Return the subject of the precondition that a call failed for this reason; "" if it failed for another one."""
+    """Return the object that made a call fail with FAILED_PRECONDITION and this reason, such as "run my-run".
+
+    Returns "" if the call failed for another reason.
+    """
     violations = _detail(error, error_details_pb2.PreconditionFailure()).violations
     return violations[0].subject if violations and violations[0].type == reason else ""
 
@@ -248,12 +253,12 @@ def is_too_large(error: grpc.RpcError) -> bool:
 
 
 def has_status(error: grpc.RpcError) -> bool:
-    """Return whether a failed call's error was raised by a handler of relaxd, not by gRPC."""
+    """Return True if a handler of relaxd raised a failed call's error, False if gRPC did."""
     return _status_bytes(error) is not None
 
 
 def from_call(error: grpc.RpcError) -> RpcError:
-    """Return the error that the handler of a failed call raised, with its details, for raising it again."""
+    """Convert a failed call's gRPC error to the RpcError that the server's handler raised, with its details."""
     code, message = getattr(error, "code", lambda: RpcError.code)(), getattr(error, "details", lambda: str(error))()
     info = error_details_pb2.ErrorInfo()
     rest = [detail for detail in _status(error).details if not detail.Unpack(info)]
@@ -270,7 +275,7 @@ def _status_bytes(error: grpc.RpcError) -> bytes | None:
 
 
 def _status(error: grpc.RpcError) -> status_pb2.Status:
-    """Return the google.rpc.Status of a failed call; an empty one if it has none, and its message says everything."""
+    """Return the google.rpc.Status that a failed call's trailing metadata contain; an empty message if they lack it."""
     try:
         return status_pb2.Status.FromString(_status_bytes(error) or b"")
     except DecodeError:
@@ -278,13 +283,16 @@ def _status(error: grpc.RpcError) -> status_pb2.Status:
 
 
 def _detail(error: grpc.RpcError, kind: Detail) -> Detail:
-    """Return `kind`, filled with the detail of its type in a failed call's status; without one it stays empty."""
+    """Fill the message `kind` from the detail of the same type in a failed call's status, and return it.
+
+    Without such a detail, `kind` is returned empty.
+    """
     any(detail.Unpack(kind) for detail in _status(error).details)
     return kind
 
 
 def explain(error: grpc.RpcError) -> str:
-    """Format a failed call: status, message, field violations."""
+    """Format a failed call's error for people: status code, message, invalid fields."""
     code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     message = getattr(error, "details", lambda: str(error))() or "no details"
     told = "; ".join(f"{field}: {text}" for field, text in field_violations(error) if text not in message)

@@ -10,13 +10,14 @@ from pathlib import Path
 import grpc
 
 SERVING = b"\x08\x01"
-"""grpc.health.v1.HealthCheckResponse with status SERVING, on the wire."""
+"""Serialized grpc.health.v1.HealthCheckResponse with status SERVING."""
 SECONDS = 6.0
-"""Deadline of the check, in seconds. Containers allow ten, and a busy machine needs some of them to start Python."""
+"""Deadline of the health check's call, in seconds. Containers allow ten seconds, of which starting Python on a busy
+machine takes a part."""
 
 
 def check(address: str, seconds: float = SECONDS) -> str:
-    """Return "" if the service at `address` (host:port) serves, else the problem."""
+    """Return "" if the service at `address` (host:port) reports SERVING, else what is wrong."""
     try:
         opened = _channel(address)
     except OSError as error:
@@ -44,7 +45,7 @@ def _channel(address: str) -> grpc.Channel:
 
 
 def main() -> int:
-    """Check the address given as argument, else loopback at RELAXD_PORT. Returns the exit code."""
+    """Check the service at the address given as argument, else at RELAXD_PORT on loopback. Returns the exit code."""
     address = sys.argv[1] if len(sys.argv) > 1 else f"127.0.0.1:{os.environ.get('RELAXD_PORT') or 50050}"
     problem = check(address)
     print(problem or f"{address} serves")

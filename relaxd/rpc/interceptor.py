@@ -26,8 +26,8 @@ DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
 """Default deadline of streaming calls, in seconds; the longest WatchRun takes 300."""
 
 HEALTH = "/grpc.health.v1.Health/"
-"""Path prefix of the only service whose handlers aren't wrapped: probes have no token, and Health/Watch has no deadline
-by design."""
+"""Path prefix of gRPC's health service, whose calls need no token and get no default deadline: probes have no token,
+and Health/Watch never ends by design."""
 
 ALMOST_SECONDS = 0.1
 """A call that is cancelled less than this many seconds before its deadline counts as having exceeded it."""
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler except those of the health service."""
+    """Server interceptor that checks, times and traces all calls except those of the health service."""
 
     def __init__(
         self,
@@ -47,7 +47,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         deadline_seconds: float | None,
         stream_deadline_seconds: float | None,
     ) -> None:
-        """The deadlines apply to calls without one; None means no deadline."""
+        """Create the interceptor of a server.
+
+        Args:
+            tokens: access tokens to accept; None: calls need no token.
+            fence: refuses calls of replaced coordinators; None: no call is refused for its term.
+            stack: identity of the server's stack, whose calls it accepts; "": calls of all stacks.
+            deadline_seconds: default deadline of unary calls; None: no deadline.
+            stream_deadline_seconds: default deadline of streaming calls; None: no deadline.
+        """
         self._tokens = tokens
         self._fence = fence
         self._stack = stack
@@ -60,7 +68,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Find the handler and wrap it, once per method."""
+        """Return a method's handler with checks, deadline and span added. Each method's handler is wrapped once."""
         method = handler_call_details.method
         if method in self._wrapped:
             return self._wrapped[method]
@@ -168,7 +176,7 @@ class _Internal(RpcError):
 
 
 def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:
-    """Parse the request unless gRPC did. Raises InvalidArgument."""
+    """Return the request as a message. `parse` is None if gRPC has parsed it. Raises InvalidArgument."""
     if parse is None:
         return request
     try:
@@ -178,7 +186,7 @@ def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:
 
 
 def _cancelled_status(context: Any) -> grpc.StatusCode:
-    """Return the status of a call whose handler was cancelled."""
+    """Return the status of a call whose handler was cancelled: DEADLINE_EXCEEDED at its deadline, else CANCELLED."""
     remaining = context.time_remaining()
     late = remaining is not None and remaining < ALMOST_SECONDS
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED

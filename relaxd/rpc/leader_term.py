@@ -18,20 +18,20 @@ from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
 
 TERM_METADATA = "relaxd-term"
 TERM_KEY = key_prefix(COORDINATOR) + "term"
-"""Redis key of the newest coordinator's term. Each coordinator that starts adds one to it."""
+"""Redis key that holds the newest coordinator's term; each coordinator that starts increments the value by 1."""
 TIMEOUT_SECONDS = 3.0
 TERM = re.compile("[1-9][0-9]{0,18}", re.ASCII)
 
 
 class Fence(Protocol):
-    """Decides whether a coordinator is obeyed."""
+    """Interface: decides by a coordinator's term whether to obey its calls."""
 
     async def check(self, term: int) -> None:
         """Raise FailedPrecondition if a coordinator newer than `term` is known."""
 
 
 async def check_term(fence: Fence, method: str, given: str | bytes | None) -> None:
-    """Check the term that a call carries.
+    """Reject a call of a replaced coordinator, by the term that the call carries, and an order without a term.
 
     Args:
         fence: the server's fence.
@@ -55,11 +55,12 @@ async def check_term(fence: Fence, method: str, given: str | bytes | None) -> No
 
 
 class NewestTerm:
-    """Newest coordinator term seen by a replica, in a call or in the answer to a heartbeat."""
+    """Fence of a replica: remembers the newest coordinator term in a call or in the answer to a heartbeat."""
 
     def __init__(self) -> None:
         self.newest = 0
-        """The newest term. Answers to heartbeats replace it, even by a smaller one: terms restart on a new Redis."""
+        """The newest coordinator term seen; 0 before any. An answer to a heartbeat may lower it, because terms start
+        again at 1 on a new Redis."""
 
     async def check(self, term: int) -> None:
         if term < self.newest:
@@ -68,7 +69,7 @@ class NewestTerm:
 
 
 class RedisTerm:
-    """The newest coordinator's term in Redis, read at each check."""
+    """Fence of the launcher: reads the newest coordinator's term from Redis at each check."""
 
     def __init__(self, redis_url: str) -> None:
         self._redis = connect(

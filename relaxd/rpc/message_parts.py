@@ -1,4 +1,4 @@
-"""Parts that messages share: pages of lists, times of watches, words of enums, UUIDs of GPUs, URLs of servers, JSON."""
+"""Functions for parts that many messages have: pages of lists, durations of watches, enums, GPU UUIDs, URLs, JSON."""
 
 import base64
 import math
@@ -13,12 +13,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from relaxd.rpc.errors import Violations
 
 MAX_PAGE_BYTES = 1 << 20
-"""Maximum bytes of a page of several items. gRPC clients refuse messages above 4 MiB by default."""
+"""Maximum size, in bytes, of a page of a list response, unless one item alone is larger. gRPC clients refuse messages
+above 4 MiB by default."""
 Item = TypeVar("Item", bound=Message)
 
 
 class ListRequest(Protocol):
-    """The request for a page."""
+    """Fields of a request that asks for one page of a list."""
 
     page_size: int
     page_token: str
@@ -36,20 +37,20 @@ class Page(Generic[Item]):
         maximum: int,
         violations: Violations | None = None,
     ) -> None:
-        """Read a request.
+        """Start the page that a request asks for.
 
         Args:
             request: the request, whose page_size and page_token are checked.
             listed: name of the list, with its filters: a token of another list is invalid.
             default: the size of a page where page_size is 0.
             maximum: the largest page_size.
-            violations: collects the faults; None: they are raised as InvalidArgument.
+            violations: collects invalid fields; None: the constructor raises InvalidArgument for them.
         """
         self.items: list[Item] = []
         self.next_page_token = ""
-        """Token of the next page; empty on the last page."""
+        """Token with which the caller requests the next page; "" on the last page."""
         self.after = ""
-        """Key of the previous page's last item; empty for the first page."""
+        """Key of the last item of the page before, after which this page starts; "" for the first page."""
         self._listed = listed
         self._size = request.page_size or default
         self._bytes = 0
@@ -64,7 +65,7 @@ class Page(Generic[Item]):
             found.raise_if_any()
 
     def add(self, key: str, item: Item) -> bool:
-        """Add the next item. Returns False if it belongs on the next page."""
+        """Add an item to the page. Returns False, without adding it, if the page is full."""
         size = item.ByteSize()
         if len(self.items) == self._size or (self.items and self._bytes + size > MAX_PAGE_BYTES):
             self.next_page_token = base64.urlsafe_b64encode(f"{self._listed}\n{self._last}".encode()).decode()
@@ -92,7 +93,10 @@ DEFAULT_WATCH_SECONDS = 60.0
 
 
 def watch_seconds(max_seconds: float, violations: Violations) -> float:
-    """Check the max_seconds of a watch, and return the seconds until it ends."""
+    """Return how many seconds a watch call lasts, given the request's max_seconds; 0 means the default.
+
+    Adds a violation if max_seconds is out of range.
+    """
     in_range = 0 <= max_seconds <= MAX_WATCH_SECONDS
     violations.check(in_range, "max_seconds", f"is {max_seconds:g}: it must be 0 to {MAX_WATCH_SECONDS:.0f}")
     return max_seconds or DEFAULT_WATCH_SECONDS
@@ -100,9 +104,9 @@ def watch_seconds(max_seconds: float, violations: Violations) -> float:
 
 @cache
 def words(enum: Any) -> dict[int, str]:
-    """Return an enum's words by number, such as `words(sample_pb2.FinishReason)`; the word of 0 is "".
+    """Return the words of a protobuf enum's values by number, such as {0: "", 1: "stop"}; the word of 0 is "".
 
-    `enum` is the enum, or its descriptor.
+    A word is the value's name in lower case, without the enum's name. `enum` is the enum, or its descriptor.
     """
     descriptor = getattr(enum, "DESCRIPTOR", enum)
     prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", descriptor.name).upper() + "_"
@@ -111,7 +115,7 @@ def words(enum: Any) -> dict[int, str]:
 
 @cache
 def numbers(enum: Any) -> dict[str, Any]:
-    """Return an enum's numbers by word."""
+    """Return the numbers of a protobuf enum's values by word, the inverse of `words`."""
     return {word: value for value, word in words(enum).items()}
 
 
@@ -120,18 +124,18 @@ GPU_UUID_RULE = "must be GPU-... or MIG-..."
 SGLANG_URL = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]{1,80}:[0-9]{1,5}")
 SGLANG_URL_RULE = "must be http://host:port"
 MAX_GPUS = 1024
-"""Maximum number of GPUs in one request."""
+"""Maximum number of GPU UUIDs in a field of a request."""
 
 
 def check_gpu_uuids(field: str, uuids: Sequence[str], violations: Violations) -> None:
-    """Check the number and the form of the GPU UUIDs in a field."""
+    """Add a violation for too many GPU UUIDs in a request's field, and for each malformed one."""
     violations.check(len(uuids) <= MAX_GPUS, field, f"must be at most {MAX_GPUS}")
     for index, uuid in enumerate(uuids[:MAX_GPUS]):
         violations.check(GPU_UUID.fullmatch(uuid), f"{field}[{index}]", f"is {uuid!r}: it {GPU_UUID_RULE}")
 
 
 def plain(message: Message, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a message's fields by name as values of JSON.
+    """Convert a protobuf message to a dict of JSON values by field name.
 
     Enums become words, times Unix seconds, and numbers that aren't finite None. Fields in `without` and absent optional
     fields are left out.
@@ -144,7 +148,7 @@ def plain(message: Message, *, without: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _field(message: Message, field: Any) -> Any:
-    """Return a field's value; `field` is its descriptor."""
+    """Return the JSON value of a message's field; `field` is the field's descriptor."""
     value = getattr(message, field.name)
     if not field.is_repeated:
         return _value(value, field)

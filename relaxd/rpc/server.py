@@ -20,25 +20,25 @@ from relaxd.rpc.service_settings import ServiceSettings
 from relaxd.rpc.tls import server_credentials
 
 LIVENESS = "liveness"
-"""Name of a health status that is SERVING as long as the server answers, even while it starts or drains: for liveness
-probes, such as Kubernetes', which kill a process that doesn't answer."""
+"""Name in the health service that is SERVING as long as the server answers, even while it starts or drains. Liveness
+probes ask for it, such as Kubernetes', which kill a process that doesn't answer."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Service(NamedTuple):
-    """A gRPC service to serve. A plain tuple works, too."""
+    """A gRPC service that a server offers. A plain tuple of the same values works, too."""
 
     add: Callable[[Any, Any], None]
-    """The generated add_<Name>Servicer_to_server."""
+    """The function that protoc generates to add the service to a server: add_<Name>Servicer_to_server."""
     servicer: Any
     """Implementation of the service; handlers are coroutines or asynchronous generators."""
     name: str
-    """Full name, such as "relaxd.v1.Reward"."""
+    """The gRPC service's full name, such as "relaxd.v1.Reward"."""
 
 
 class RunningServer:
-    """A listening server. Its health is NOT_SERVING until set_serving(True)."""
+    """A started gRPC server. Its health status is NOT_SERVING until `set_serving(True)`."""
 
     def __init__(
         self, server: grpc.aio.Server, host: str, port: int, health: health_aio.HealthServicer, names: Sequence[str]
@@ -51,7 +51,7 @@ class RunningServer:
         self.serving = False
 
     async def set_serving(self, serving: bool) -> None:
-        """Set the health of every service and of the server as a whole (the empty name)."""
+        """Set the health status of all services and of the server as a whole (the empty name)."""
         self.serving = serving
         for name in ("", *self._names):
             await self._health.set(name, _SERVING if serving else _NOT_SERVING)
@@ -86,7 +86,7 @@ async def start_server(
         fence: refuses calls of coordinators that were replaced; None obeys every caller.
         stack: identity of the server's stack, whose calls it accepts; empty accepts those of all stacks.
         max_message_bytes: maximum size of a message; larger ones fail with RESOURCE_EXHAUSTED.
-        deadline_seconds: deadline of unary calls without one, at which the handler is cancelled.
+        deadline_seconds: default deadline of unary calls, at which the handler is cancelled.
         stream_deadline_seconds: the same for streaming calls.
         max_connection_age_seconds: age at which clients should reconnect, so that those that balance over the
             replicas behind one name find new ones; None: never. Calls in progress stay on the old connection until
@@ -149,7 +149,7 @@ async def start_service(
     serving: bool = False,
     max_connection_age_seconds: float | None = None,
 ) -> RunningServer:
-    """Start the server of a service process with its settings; otherwise like `start_server`."""
+    """Start a service process's gRPC server as its settings say; otherwise like `start_server`."""
     return await start_server(
         services,
         host=settings.host,
@@ -166,7 +166,7 @@ async def start_service(
 
 
 def _bind_problem(host: str, port: int) -> str:
-    """Return the reason why binding failed, by a second attempt, because gRPC doesn't report it."""
+    """Return why the server can't listen at host:port. Tries to bind again, because gRPC doesn't report the reason."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

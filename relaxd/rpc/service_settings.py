@@ -31,77 +31,78 @@ from relaxd.rpc.stack_identity import checked_stack_identity
 from relaxd.rpc.tls import TlsFiles
 
 COORDINATOR_PORT = 50050
-"""Default port of the coordinator."""
+"""Port on which the coordinator listens by default."""
 CONSOLE_PORTS = range(50080, 50180)
-"""Ports of the console; it takes the first free one."""
+"""Ports that the console tries by default; the console listens on the first free one."""
 JUDGE_KEY = "RELAXD_JUDGE_KEY"
 """Environment variable with the API key of the server at roles.judge.address."""
 SECRET_FILES = (
     *("token_file", "tokens_file", "redis_password_file", "redis_key", "tls_key", "judge_key_file", "sglang_key_file"),
 )
-"""Settings that name files with secrets."""
+"""Names of settings whose values are paths of files with secrets."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PLATFORMS = ("docker", "kubernetes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """Settings of one service process. Its run comes from the coordinator."""
+    """Settings of one service process. The run's configuration isn't among them: the coordinator sends it."""
 
     role: str
-    """A role of relaxd.roles, "launcher" or "console"."""
+    """The process's role: one of relaxd.roles, "launcher" or "console"."""
     host: str = "127.0.0.1"
-    """Address to listen on."""
+    """Address on which the process's server listens."""
     port: int = 0
-    """Port to listen on; 0 picks a free one."""
+    """Port on which the process's server listens; 0 picks a free port."""
     advertise: str = ""
-    """host:port at which other processes reach this process; empty: derived from host and port."""
+    """Address (host:port) at which other processes reach this process; empty: derived from `host` and `port`."""
     coordinator: str = f"127.0.0.1:{COORDINATOR_PORT}"
-    """host:port of the coordinator."""
+    """Address (host:port) of the coordinator."""
     redis: str = field(default="redis://127.0.0.1:6379/0", repr=False)
     """URL of the board's Redis, including its password."""
     replica_id: str = ""
-    """Unique id of this process."""
+    """Unique id under which this process registers with the coordinator."""
     stack: str = ""
-    """Identity of the stack of this process, whose calls it accepts; empty: it accepts all calls."""
+    """Identity of the process's stack; its server refuses calls from other stacks. Empty: no call is refused."""
     grace_seconds: float = 20.0
-    """Seconds to drain after SIGTERM."""
+    """Maximum seconds that the process drains after SIGTERM, before it ends."""
     launch_id: str = ""
     """Id under which a launcher started this process and can remove it; empty: no launcher did."""
     instance: str = ""
     """Name of this process for the supervisor that restarts it; stays the same over restarts. Empty: it is not
     restarted. Defaults to the container's short id in a Docker container."""
     standby: bool = False
-    """Register only on request (Replica.Join)."""
+    """True if the replica registers with the coordinator only when asked (Replica.Join)."""
     lease_seconds: float = 6.0
-    """Coordinator: seconds without a heartbeat after which a replica is dead. Six heartbeats fit into it."""
+    """Coordinator: seconds without a heartbeat after which a replica counts as dead; equals six heartbeat intervals."""
     keep_runs: int = 50
     """Coordinator: number of ended runs to keep in Redis; the newest is always kept. Folders of runs stay."""
     keep_run_bytes: int = 256 << 20
-    """Coordinator: maximum bytes of ended runs in Redis."""
+    """Coordinator: maximum total bytes of ended runs in Redis; the oldest are removed first."""
     keep_run_days: float = 30.0
     """Coordinator: days to keep ended runs in Redis."""
     gpu_lease_seconds: float = 60.0
-    """Coordinator: seconds without a heartbeat after which a replica's GPUs are leased to others, sooner if the replica
-    is known to have ended. The replica ends its processes on them before that. Should exceed the coordinator's restart
-    time. Lower it only while no replica runs."""
+    """Coordinator: seconds without a heartbeat after which a replica's GPUs may be leased to others; they may be at
+    once if the replica is known to have ended. The replica ends its GPU processes before that. Should exceed the time
+    in which the coordinator restarts. Lower the value only while no replica runs."""
     launcher: str = ""
     """Coordinator: host:port of the launcher that starts replicas; empty: none."""
     keda_port: int = 0
     """Coordinator: port at which KEDA asks how many rollout replicas there should be, without a token; 0: none. If set,
     the autoscaler leaves adding and removing replicas to KEDA."""
     platform: str = "docker"
-    """Launcher: platform on which it starts replicas, docker or kubernetes."""
+    """Launcher: platform on which the launcher starts replicas, "docker" or "kubernetes"."""
     logs: str = ""
-    """Coordinator: folder with the logs of its stack's services, as files, for GetLogs; empty: none."""
+    """Coordinator: folder with the log files of the stack's services, which the call GetLogs returns; empty: none."""
     project: str = ""
-    """Launcher: compose project or Helm release whose roles it scales; empty: its container's compose project."""
+    """Launcher: compose project or Helm release in which it adds and removes replicas; empty: the compose project of
+    the launcher's container."""
     console_hosts: tuple[str, ...] = ()
-    """Console: host names in browsers' addresses, in addition to `host` and the loopback interface's."""
+    """Console: host names under which browsers may open the console, besides `host` and those of loopback."""
     trace_url: str = ""
     """Console: URL of a trace in Jaeger, Tempo or the like, with {trace_id} in its place; empty: no links to traces."""
     log_level: str = "info"
-    """debug, info, warning or error."""
+    """Minimum level of log messages: "debug", "info", "warning" or "error"."""
     deadline_seconds: float = 120.0
     """Default deadline of unary calls, in seconds, for callers such as grpcurl."""
     stream_deadline_seconds: float = 330.0
@@ -114,25 +115,25 @@ class ServiceSettings:
     sglang_url: str = ""
     """Rollout: base URL of the SGLang server for runs with engine sglang_external."""
     sglang_key: str | None = field(default=None, repr=False)
-    """Rollout: API key of that server, if it requires one."""
+    """Rollout: API key of the SGLang server at `sglang_url`, if the server requires a key."""
     judge_key: str | None = field(default=None, repr=False)
-    """Reward: API key of the server at roles.judge.address, if it requires one."""
+    """Reward: API key of the server at roles.judge.address, if the server requires a key."""
     token: str | None = field(default=None, repr=False)
-    """Bearer token of this process's calls; without `tokens`, its callers need the same token."""
+    """Bearer token that this process sends with its calls. Without `tokens`, the process's server requires it, too."""
     tokens: AccessTokens | None = None
-    """Tokens to accept."""
+    """Access tokens that the process's server accepts; None: only `token`, or calls without a token if it is None."""
     tls: TlsFiles = field(default_factory=TlsFiles)
-    """TLS files."""
+    """Paths of the process's certificate, key and CA certificates; all empty: no TLS."""
     secret_files: tuple[str, ...] = field(default=(), repr=False)
-    """Files with secrets of this process."""
+    """Paths of the files with secrets of this process."""
     allow_insecure: bool = False
-    """Allow listening beyond loopback without authentication."""
+    """True to allow that the process's server listens on more than loopback without authentication."""
     allowed_rewards: tuple[str, ...] = ()
-    """Reward: rewards that Reward.Score accepts, in addition to the bundled ones and the run's."""
+    """Reward: names of rewards that callers of Reward.Score may use, besides the bundled ones and the run's."""
 
     @property
     def security(self) -> ServerSecurity:
-        """Authentication of callers."""
+        """How the process's server authenticates callers: tokens and TLS."""
         tokens = self.tokens or (AccessTokens(token=self.token) if self.token else None)
         return ServerSecurity(tokens, self.tls, self.allow_insecure)
 
@@ -150,7 +151,10 @@ class _Flag:
 
 
 def _checked(name: str, read: Callable[[str], Any], is_right: Callable[[Any], object]) -> Callable[[str], Any]:
-    """Return a function that parses and checks a flag's value; argparse shows `name` in the error for a wrong one."""
+    """Return a function that parses a flag's value with `read`, and raises ValueError unless `is_right` accepts it.
+
+    argparse shows `name` in the error for a wrong value.
+    """
 
     def value_of(text: str) -> Any:
         value = read(text)
@@ -186,7 +190,7 @@ _trace_url = _checked(
 
 
 def checked_address(text: str) -> str:
-    """Return a host:port unchanged. Raises ValueError for anything else."""
+    """Return an address unchanged if it is host:port. Raises ValueError otherwise."""
     host, _, port = text.rpartition(":")
     if not host:
         raise ValueError
@@ -263,7 +267,7 @@ def parse_settings(
 
 
 def _new_replica_id(role: str) -> str:
-    """Create a unique id that contains the container's id, or else the host's name."""
+    """Create a unique id for a service process; contains the container's id, or else the host's name."""
     host = container_id() or re.sub(r"[^A-Za-z0-9-]", "", socket.gethostname().partition(".")[0])[:24]
     return "-".join(part for part in (role, host, uuid.uuid4().hex[:6]) if part)
 

@@ -15,13 +15,15 @@ from relaxd.rpc.errors import FailedPrecondition
 
 STACK_METADATA = "relaxd-stack"
 STACK_VARIABLE = "RELAXD_STACK"
-"""Environment variable with the identity of the stack that this process belongs to, or calls."""
+"""Environment variable with a stack's identity: the stack of this service, or the one that a command calls."""
 STACK_IDENTITY = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 NEEDS_IDENTITY = "/relaxd.v1.Coordinator/Register"
 
 
 def make_stack_identity(folder: Path) -> str:
-    """Return the identity for a stack that starts in a state folder: RELAXD_STACK, else a new one with its name.
+    """Return the identity of a stack that starts with this state folder.
+
+    It is the value of RELAXD_STACK, or else a random identity that begins with the name of the folder's parent.
 
     Raises ValueError: RELAXD_STACK is invalid.
     """
@@ -32,12 +34,12 @@ def make_stack_identity(folder: Path) -> str:
 
 
 def read_stack_identity() -> str:
-    """Return the identity in RELAXD_STACK; empty if it isn't set."""
+    """Return the stack identity in the environment variable RELAXD_STACK; "" if it isn't set."""
     return os.environ.get(STACK_VARIABLE, "")
 
 
 def checked_stack_identity(text: str) -> str:
-    """Return a stack's identity unchanged. Raises ValueError if it is invalid."""
+    """Return a stack's identity unchanged if it is valid or "". Raises ValueError otherwise."""
     if text and STACK_IDENTITY.fullmatch(text) is None:
         raise ValueError(
             f"{STACK_VARIABLE} is {text[:80]!r}: it must be 1 to 64 letters, digits, dots, dashes and underscores, "
@@ -50,7 +52,9 @@ checked_stack_identity.__name__ = "stack identity (1 to 64 letters, digits, dots
 
 
 def check_stack(method: str, own: str, given: str | bytes | None) -> None:
-    """Check that a call carries the identity of the server's stack, `own`; an empty `own` accepts all calls.
+    """Check that a call doesn't come from another stack: its identity `given` must equal the server's, `own`.
+
+    Calls without an identity are accepted, except NEEDS_IDENTITY. If `own` is "", all calls are accepted.
 
     Raises FailedPrecondition with reason STACK_MISMATCH.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 PROBE_SECONDS = 1.0
-"""Deadline for diagnosing a failed connection, in seconds."""
+"""Maximum seconds to connect to a server in order to explain why a call failed."""
 
 _log = logging.getLogger(__name__)
 
@@ -21,23 +21,24 @@ class TlsFiles:
     """Paths of a process's PEM files; all empty: no TLS."""
 
     certificate: str = ""
-    """The process's certificate, followed by intermediate ones, presented to callers and, on request, to servers."""
+    """File with the process's certificate, then intermediate ones; shown to callers, and to servers that ask for it."""
     key: str = ""
-    """The certificate's private key, not encrypted."""
+    """File with the certificate's unencrypted private key."""
     ca: str = ""
-    """CA certificates for servers. If set, every call uses TLS."""
+    """File with the CA certificates by which this process verifies servers. If set, all its calls use TLS."""
     client_ca: str = ""
-    """CA certificates for clients. If set, callers need a certificate."""
+    """File with the CA certificates by which this process's server verifies callers. If set, callers need a
+    certificate."""
     name: str = ""
-    """Name to expect in servers' certificates; empty: the host of the address."""
+    """Host name that servers' certificates must contain; empty: the host of the called address."""
 
     @classmethod
     def from_environment(cls) -> "TlsFiles":
-        """Read RELAXD_TLS_CERTIFICATE, _KEY, _CA, _CLIENT_CA and _NAME."""
+        """Return the TLS files that the environment names: RELAXD_TLS_CERTIFICATE, _KEY, _CA, _CLIENT_CA and _NAME."""
         return cls(**{field: os.environ.get(f"RELAXD_TLS_{field.upper()}", "") for field in cls.__dataclass_fields__})
 
     def check(self) -> None:
-        """Raise ValueError unless the files exist, are valid and match."""
+        """Raise ValueError unless the TLS files exist, are valid, and certificate and key match."""
         if bool(self.certificate) != bool(self.key):
             missing, given = ("key", "certificate") if self.certificate else ("certificate", "key")
             raise ValueError(f"{_setting(given)} is set, but not {_setting(missing)}")
@@ -66,7 +67,7 @@ class TlsFiles:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Make a server's credentials. When the files change, new connections use the new ones.
+    """Create a server's TLS credentials. When the files change, new connections use the changed files.
 
     Raises ValueError: see TlsFiles.check.
     """
@@ -122,7 +123,10 @@ def connection_hint(address: str, details: str, files: TlsFiles) -> str:
 
 
 def _probe(address: str, files: TlsFiles) -> str:
-    """Return "" without a TLS server at the address, "refused" if it rejects this client, else "accepted"."""
+    """Attempt a TLS handshake with the server at an address, presenting this process's certificate.
+
+    Returns "" if no TLS server answers, "refused" if the server rejects the client, else "accepted".
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # Only the result of the handshake matters: nothing is sent or trusted.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -150,7 +154,8 @@ def _probe(address: str, files: TlsFiles) -> str:
 
 
 class _Renewal:
-    """Returns the new configuration once the files have changed, else None. gRPC calls it at each handshake."""
+    """Callback that gRPC calls at each TLS handshake of a server. Returns the new certificate configuration if the TLS
+    files have changed, else None."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files

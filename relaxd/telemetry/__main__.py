@@ -1,4 +1,4 @@
-"""Print docs/metrics.md."""
+"""Prints the content of docs/metrics.md, generated from the table of metrics."""
 
 from relaxd.telemetry.metrics import markdown
 

@@ -22,28 +22,29 @@ from relaxd.run_folder import TRACES, append_whole
 from relaxd.telemetry.metrics import record
 
 IDS = ("traceId", "spanId", "parentSpanId")
-"""Fields of bytes, which OTLP's JSON has in hexadecimal and protobuf's in base64."""
+"""Names of span fields whose bytes OTLP's JSON format writes in hexadecimal, unlike protobuf's JSON (base64)."""
 
 _log = logging.getLogger(__name__)
 
 
 class TraceFiles(SpanExporter):
-    """Appends this process's spans to its file in a run's folder; drops them without a run."""
+    """Span exporter that appends this process's spans to a file in the run's folder; without a run it drops spans."""
 
     def __init__(self, process: str) -> None:
-        """`process`: prefix of the file's name, such as a replica id, or "ID/PART" for a child process."""
+        """Drop spans until `open` is called. `process` begins the file's name: a replica id, or "ID/PART" for a child
+        process."""
         self._name = f"{process.replace('/', '-')}-{os.getpid()}.jsonl"
         self._path: Path | None = None
         self._dropped = 0
-        """Number of spans dropped since the last written one."""
+        """Number of spans dropped because of write errors since spans were last written."""
 
     @property
     def is_open(self) -> bool:
-        """True if spans are written."""
+        """True if spans are written to a file, False if they are dropped."""
         return self._path is not None
 
     def open(self, run_folder: Path | None) -> None:
-        """Write to a run's folder; with None drop all further spans."""
+        """Write later spans to a file in the folder of a run; None: drop them."""
         if run_folder is not None and not run_folder.is_dir():
             _log.warning(
                 "no traces of this process are written: the run's folder %s is not on this machine", run_folder
@@ -52,7 +53,8 @@ class TraceFiles(SpanExporter):
         self._path = None if run_folder is None else run_folder / TRACES / self._name
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Append spans, all or none. Spans that the disk refuses are dropped and counted: nothing waits for traces."""
+        """Append spans to the file, all or none of them. On a write error they are dropped and counted: no work waits
+        for traces."""
         path = self._path
         if path is None:
             return SpanExportResult.SUCCESS
@@ -82,7 +84,7 @@ def _with_hex_ids(value: Any) -> Any:
 
 
 OWN = "opentelemetry"
-"""First part of the names of the exporters' own loggers: sending their records would create more records."""
+"""Name of OpenTelemetry's parent logger, whose records aren't exported: exporting them would create more records."""
 
 _SEVERITIES = {
     logging.DEBUG: (SeverityNumber.DEBUG, "DEBUG"),
@@ -94,10 +96,11 @@ _SEVERITIES = {
 
 
 class LogExport:
-    """Exports this process's log records, in addition to standard error."""
+    """Exports this process's log records by OTLP, in addition to those on standard error."""
 
     def __init__(self, resource: Resource, insecure: bool | None, timeout: float) -> None:
-        """Start exporting. `insecure`: passed to OTLPLogExporter. `timeout`: maximum seconds of one export."""
+        """Start to export log records. `insecure` is passed to OTLPLogExporter; `timeout` limits each export, in
+        seconds."""
         self._provider = LoggerProvider(resource)
         exporter = OTLPLogExporter(insecure=insecure, timeout=timeout)
         self._provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
@@ -105,17 +108,17 @@ class LogExport:
         logging.getLogger().addHandler(self._handler)
 
     def flush(self, milliseconds: int) -> None:
-        """Export pending records."""
+        """Export pending log records, within `milliseconds`."""
         self._provider.force_flush(milliseconds)
 
     def close(self) -> None:
-        """Export pending records, and end."""
+        """Export pending log records, and stop exporting."""
         logging.getLogger().removeHandler(self._handler)
         self._provider.shutdown()
 
 
 class _Handler(logging.Handler):
-    """Passes records to the provider, which sends them from another thread."""
+    """Logging handler that hands log records to OpenTelemetry's provider, which sends them from another thread."""
 
     def __init__(self, provider: LoggerProvider) -> None:
         super().__init__()
@@ -140,7 +143,7 @@ class _Handler(logging.Handler):
 
 
 def attributes_of(record: logging.LogRecord) -> dict[str, str | int]:
-    """Return a record's place in the code, and its exception."""
+    """Return the OTLP attributes of a log record: its file, function and line, and its exception, if any."""
     found: dict[str, str | int] = {
         "code.file.path": record.pathname,
         "code.function.name": record.funcName or "",

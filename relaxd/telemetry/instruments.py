@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 # setup.py sets these three.
 exporting = False
-"""True if this process exports anything by OTLP."""
+"""True if this process exports traces, metrics or logs by OTLP."""
 writing = False
 """True if this process writes spans into a run's folder."""
 open_quick: "Callable[..., QuickSpan] | None" = None
-"""Function that opens a span for the provider's processors, once there is a provider."""
+"""Function that creates a lightweight span; None until this process records spans."""
 
 
 def enabled() -> bool:
-    """Return True if this process exports anything."""
+    """Return True if this process exports by OTLP or writes spans to files."""
     return exporting or writing
 
 
 def tracer() -> Tracer:
-    """Return the tracer of this process; its spans do nothing unless something is exported."""
+    """Return the OpenTelemetry tracer of this process. Its spans do nothing if the process records none."""
     return _tracer_of(trace.get_tracer_provider())
 
 
@@ -48,10 +48,10 @@ def open_quick_span(
     links: Sequence[Link] = (),
     start_time: int | None = None,
 ) -> "QuickSpan | None":
-    """Open a span, which the caller ends; None if nothing is recorded, or its parent isn't.
+    """Open a lightweight span, which the caller ends; None if this process records no spans, or not the parent.
 
-    `attributes` belong to the caller, who must not change them: many spans can share them. `start_time` is in
-    nanoseconds of Unix time; by default now. Without a parent the span is in a new trace.
+    Without a parent the span begins a new trace. The caller must not change `attributes`, because many spans can share
+    them. `start_time` is in nanoseconds of Unix time; by default now.
     """
     if open_quick is None or not enabled() or (parent is not None and not parent.trace_flags.sampled):
         return None
@@ -59,5 +59,5 @@ def open_quick_span(
 
 
 def meter() -> Meter:
-    """Return the meter of this process. Prefer `record`, which uses the table of metrics."""
+    """Return the OpenTelemetry meter of this process. To record a metric of the table, call `record` instead."""
     return metrics.get_meter("relaxd", __version__)

@@ -18,7 +18,7 @@ from opentelemetry.util.types import AttributeValue
 
 
 class QuickSpan(ReadableSpan, Span):
-    """A recorded span. Its opener ends it once, in any thread."""
+    """A lightweight span. The code that opens it must end it once, in any thread."""
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class QuickSpan(ReadableSpan, Span):
         scope: InstrumentationScope,
         resource: Resource | None,
     ) -> None:
-        """Start the span, now or at `start_time` (nanoseconds of Unix time). Without a parent it begins a new trace.
+        """Start a span, now or at `start_time` (nanoseconds of Unix time). Without a parent it begins a new trace.
 
-        `attributes` are not changed, so that many spans can share them.
+        The span never changes `attributes`, so that many spans can share them.
         """
         span_id = random.getrandbits(64) or 1
         if parent is None:

@@ -15,7 +15,7 @@ from types import TracebackType
 from opentelemetry import trace
 
 INDENT = "    "
-"""Indentation of a record's second and later lines, so that no text can pass for another record."""
+"""Indentation of the second and later lines of a log record, so that no message can imitate another record."""
 
 
 class _Formatter(logging.Formatter):
@@ -27,7 +27,7 @@ class _Formatter(logging.Formatter):
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
 
     def _ids(self) -> dict[str, str]:
-        """Return the ids of the current trace and span; empty outside of a span."""
+        """Return the current span's trace_id and span_id, in hexadecimal; {} outside of a span."""
         context = trace.get_current_span().get_span_context()
         if not context.is_valid:
             return {}
@@ -35,13 +35,13 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """`2026-01-01T12:00:00.000Z INFO reward-3f9a message`, then `trace_id=... span_id=...` in a span.
+    """Formats log records as text: `2026-01-01T12:00:00.000Z INFO reward-3f9a message`.
 
-    Further lines of a message and a traceback are indented.
+    Within a span, `trace_id=... span_id=...` follows. Further lines of a message and a traceback are indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as text."""
+        """Return a log record as text, without a final line feed."""
         ids = "".join(f" {name}={value}" for name, value in self._ids().items())
         text = f"{record.levelname} {self.service} {record.getMessage()}{ids}"
         if record.exc_info:
@@ -50,10 +50,11 @@ class TextFormatter(_Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object per line: time, level, service, logger, message, and trace_id, span_id, exception if any."""
+    """Formats a log record as a JSON object on one line: time, level, service, logger, message, and trace_id, span_id
+    and exception, if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as JSON."""
+        """Return a log record as one line of JSON, without a line feed."""
         entry = {
             "time": self._time(record),
             "level": record.levelname,
@@ -68,7 +69,7 @@ class JsonFormatter(_Formatter):
 
 
 def _print_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Print an exception that ends the process in Python's form, with all lines after the first indented."""
+    """Print the traceback of an exception that ends the process, with all lines but the first indented."""
     print(escape_lines("".join(traceback.format_exception(kind, error, where)).rstrip(), INDENT), file=sys.stderr)
 
 
@@ -87,12 +88,13 @@ def setup_logging(service: str, level: str = "info") -> None:
 
 
 _DANGEROUS = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
-"""Control characters (ESC begins terminal commands), line separators, direction marks, and lone surrogates."""
+"""Pattern of characters that logs escape: control characters (ESC begins terminal commands), line separators, direction
+marks, and lone surrogates."""
 _NAMES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def escape(text: str, keep: str = "") -> str:
-    r"""Return text with control characters, except those in `keep`, as in JSON: `\n`, `\u001b`."""
+    r"""Return a text with control characters escaped as in JSON, such as `\n` and `\u001b`, except those in `keep`."""
 
     def _escaped(match: re.Match[str]) -> str:
         found = match[0]
@@ -102,5 +104,6 @@ def escape(text: str, keep: str = "") -> str:
 
 
 def escape_lines(text: str, indent: str = "") -> str:
-    """Escape the lines of a text one by one; all after the first begin with `indent`."""
+    """Return a text with control characters escaped, except line feeds and tabs. Lines after the first are indented by
+    `indent`."""
     return escape(text, keep="\n\t").replace("\n", f"\n{indent}")

@@ -24,23 +24,23 @@ Kind = Literal["step", "gauge", "counter", "histogram"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table."""
+    """A metric in the table of all metrics."""
 
     name: str
     kind: Kind
     unit: str
-    """UCUM unit, as in OpenTelemetry; "1" for a ratio or plain number, "{token}" for tokens."""
+    """The metric's unit in UCUM, as OpenTelemetry requires; "1" for ratios and plain numbers, "{token}" for tokens."""
     description: str
     attributes: tuple[str, ...] = ()
-    """Attributes that distinguish series of the metric."""
+    """Names of the attributes by which the metric's time series are distinguished."""
     bounds: tuple[float, ...] | None = None
-    """Upper bounds of a histogram's buckets."""
+    """Upper bounds of the buckets if the metric is a histogram, in its unit; else None."""
     of_convention: bool = False
     """True if OpenTelemetry's semantic conventions define the metric and its name."""
 
     @property
     def exported_name(self) -> str:
-        """Name in OpenTelemetry."""
+        """The metric's name in OpenTelemetry: with the prefix "relaxd." or "relaxd.step.", unless `of_convention`."""
         if self.of_convention:
             return self.name
         return f"relaxd.step.{self.name}" if self.kind == "step" else f"relaxd.{self.name}"
@@ -51,13 +51,14 @@ _CALL_SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(30.0, 60.0, 300.0),
 )
-"""Histogram bounds of OpenTelemetry's conventions, with further ones below and above."""
+"""Bucket bounds, in seconds, of the histogram of calls' durations: those of OpenTelemetry's conventions, and further
+ones below and above."""
 _BOUNDS: dict[str, tuple[float, ...]] = {
     "reward": (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     "response_length": tuple(float(2**power) for power in range(18)),
     "staleness": (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0),
 }
-"""Bounds of the histograms that aren't of seconds."""
+"""Bucket bounds of the histograms whose unit isn't seconds, by metric, in the metric's unit."""
 
 _STEP_METRICS = """
 loss [1]: Loss of the step, after its normaliser; mean of its updates. Absent where it isn't finite.
@@ -293,7 +294,8 @@ eval_environment_failed [{conversation}]: Conversations whose environment failed
   with agent.environment.
 eval_step [1]: Step after which the newest evaluation started. Not in metrics.jsonl.
 """
-"""Metrics of steps, each with its unit and its description. They have no attributes but the run."""
+"""Table of the step metrics: a name, its unit in brackets, and a description per row. Their only attribute is the run's
+id."""
 
 
 _SERVICE_METRICS = """
@@ -335,12 +337,12 @@ health.recovery_seconds [s] histogram per run_id, role: Time from the detected e
   again.
 replicas [{replica}] gauge per role: Replicas whose lease is valid.
 """
-"""Metrics of services, each with its unit, its kind, the attributes that distinguish its series (without "relaxd."),
-and its description."""
+"""Table of the services' metrics. Each row has a name, the unit in brackets, the kind, after "per" the attributes
+(without "relaxd."), and a description."""
 
 
 def _rows(table: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, unit, the text between unit and colon, and description of each row of a table."""
+    """Parse a table of metrics: yield name, unit, the text between unit and colon, and description of each row."""
     for row in table_rows(table):
         head, _, description = row.partition(": ")
         name, _, rest = head.partition(" [")
@@ -382,11 +384,10 @@ METRICS: dict[str, Metric] = {
 def record(
     name: str, value: float, attributes: Mapping[str, AttributeValue] | None = None, span: Span | None = None
 ) -> None:
-    """Record a value of a metric: set a gauge, add to a counter or a histogram.
+    """Record a value of a metric in the table: set the gauge, or add the value to the counter or histogram.
 
-    A histogram keeps a few values with their spans, its exemplars: `span`, or the current one.
-
-    Raises KeyError for an unknown metric. Does nothing if nothing is exported.
+    A histogram links some of its values to spans as exemplars: to `span`, by default the current one. Does nothing if
+    this process exports nothing. Raises KeyError for an unknown metric.
     """
     metric = METRICS[name]
     if enabled():
@@ -395,7 +396,7 @@ def record(
 
 
 def record_step(run_id: str, step: int, metrics: Mapping[str, float]) -> None:
-    """Export the numbers of a committed step, including those that the table lacks, such as a reward's parts."""
+    """Export a committed step's metrics, including those that the table lacks, such as the parts of a reward."""
     if not enabled():
         return
     attributes = {"relaxd.run_id": run_id}
@@ -415,7 +416,7 @@ def _recorder(metric: Metric) -> Any:
 
 
 def markdown() -> str:
-    """Return the text of docs/metrics.md."""
+    """Return the content of docs/metrics.md, generated from the table of metrics."""
     lines = [
         "# Metrics",
         "",

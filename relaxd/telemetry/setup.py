@@ -1,4 +1,4 @@
-"""OpenTelemetry set-up of a process."""
+"""Sets up OpenTelemetry in a process: export of traces, metrics and logs, and files with spans."""
 
 import logging
 import os
@@ -23,14 +23,15 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 FLUSH_MILLISECONDS = 2000
 """Maximum milliseconds of the final export when a process ends, for traces, metrics and logs each."""
 EXPORT_SECONDS = 5.0
-"""Maximum seconds of one export, so that an unavailable collector doesn't delay the end of the process."""
+"""Maximum seconds of one export to the collector, so that an unavailable collector doesn't delay the process's end."""
 
 FILE_DELAY_MILLISECONDS = 1000
-"""Maximum milliseconds until a span is in a run's folder."""
+"""Maximum milliseconds from a span's end until it is written to a file in the run's folder."""
 
 _log = logging.getLogger(__name__)
 _process = ("process", "process")
-"""Role and instance: the replica id, with the part's name in a child process."""
+"""This process's role and its instance name: the replica id, in a child process followed by "/" and the child's
+name."""
 _files: "TraceFiles | None" = None
 _logs: "LogExport | None" = None
 
@@ -87,9 +88,9 @@ def _is_wanted(what: str) -> bool:
 
 
 def write_traces(run_folder: Path | None) -> None:
-    """Also write the spans of this process to files in a run's folder from now on; None ends that.
+    """Start to write this process's spans to a file in a run's folder; None: stop writing.
 
-    Waits for a bounded time until earlier spans are written.
+    First waits, for a bounded time, until earlier spans are written.
     """
     global _files
     if _files is None:
@@ -109,7 +110,8 @@ def write_traces(run_folder: Path | None) -> None:
 
 
 class _SaidOnce(logging.Filter):
-    """Passes only the exporters' first error, as a warning, because they retry with every batch."""
+    """Log filter that lets only the first error of OTLP's exporters through, as a warning. They would report an error
+    with every batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ def _resource() -> "Resource":
 
 
 def _span_provider() -> "TracerProvider":
-    """Return this process's provider of recorded spans, creating it on the first call."""
+    """Return this process's tracer provider, and create it on the first call."""
     from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
@@ -154,7 +156,7 @@ def _span_provider() -> "TracerProvider":
 
 
 def flush() -> None:
-    """Export pending data, for a bounded time, in a process that may be killed soon."""
+    """Export pending spans, metrics and logs, within a bounded time. For processes that may be killed soon."""
     if not enabled():
         return
     from opentelemetry.sdk.metrics import MeterProvider
@@ -170,7 +172,7 @@ def flush() -> None:
 
 
 def shutdown() -> None:
-    """Export pending data, for a bounded time, and stop exporting."""
+    """Export pending spans, metrics and logs, within a bounded time, then stop exporting."""
     if not enabled():
         return
     flush()

@@ -41,17 +41,20 @@ from relaxd.telemetry.instruments import enabled, open_quick_span, tracer
 from relaxd.telemetry.metrics import record
 
 KNOWN = 4096
-"""Number of contexts to cache: every operation on a group reads its carrier."""
+"""Number of parsed trace contexts to cache; every operation on a group reads the group's carrier."""
 MOST_LETTERS = 512
 """Maximum characters of a traceparent or tracestate header; longer headers are ignored."""
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:(?<!^00.{53})-.*)?")
-"""W3C Trace Context, parsed as by opentelemetry.trace.propagation.tracecontext, but faster."""
+"""Pattern of a traceparent header (W3C Trace Context). Accepts what opentelemetry.trace.propagation.tracecontext does,
+but is faster."""
 
 
 def inject(span: Span | None = None) -> dict[str, str]:
-    """Return a span's carrier: its context as trace headers. Defaults to the current span; empty if it isn't
-    recorded."""
+    """Return the carrier of a span, by default the current one: its context as headers (traceparent, tracestate).
+
+    Returns {} if there is no such span.
+    """
     context = (trace.get_current_span() if span is None else span).get_span_context()
     if not context.is_valid:
         return {}
@@ -62,7 +65,7 @@ def inject(span: Span | None = None) -> dict[str, str]:
 
 
 def remote_context(carrier: Mapping[str, str]) -> SpanContext:
-    """Return the context of a carrier's span; an invalid one if the carrier has none."""
+    """Return the span context in a carrier (trace headers); an invalid context if there is none."""
     parent, state = carrier.get("traceparent"), carrier.get("tracestate", "")
     if not parent or len(parent) > MOST_LETTERS:
         return INVALID_SPAN_CONTEXT
@@ -70,13 +73,13 @@ def remote_context(carrier: Mapping[str, str]) -> SpanContext:
 
 
 def trace_id(carrier: Mapping[str, str]) -> str:
-    """Return the id of a carrier's trace, in 32 hexadecimal digits; "" if the carrier has none."""
+    """Return the trace id in a carrier (trace headers), as 32 hexadecimal digits; "" if there is none."""
     context = remote_context(carrier)
     return format_trace_id(context.trace_id) if context.is_valid else ""
 
 
 def link_from(carrier: Mapping[str, str]) -> Link | None:
-    """Return a link to a carrier's span, or None for an empty carrier."""
+    """Return a link to the span whose context a carrier (trace headers) has; None if there is none."""
     context = remote_context(carrier)
     return Link(context) if context.is_valid else None
 
@@ -100,7 +103,10 @@ OperationType = Literal["create", "send", "receive", "process", "settle"]
 def operation_attributes(
     name: str, kind: OperationType, stage: str, message: str = "", more: Attributes = None
 ) -> dict[str, AttributeValue]:
-    """Return the attributes of an operation on a stage's groups; `message` is the group's id if it is on one group."""
+    """Return the span attributes of an operation on groups in a stage, by OpenTelemetry's conventions for messaging.
+
+    `message` is the group's id if the operation is on a single group.
+    """
     found: dict[str, AttributeValue] = {
         "messaging.system": SYSTEM,
         "messaging.operation.name": name,
@@ -112,9 +118,10 @@ def operation_attributes(
 
 
 class BatchSpan:
-    """Records its block as an operation on a batch of groups, if one of them is traced.
+    """Context manager that records its `with` block as a span: an operation on a batch of groups.
 
-    The span is a child of the current recorded span, or else begins a new trace.
+    Records no span if none of the groups is traced. The span is a child of the current span if that is recorded, or
+    else begins a new trace.
     """
 
     def __init__(
@@ -125,7 +132,7 @@ class BatchSpan:
         carriers: Iterable[Mapping[str, str]],
         attributes: Attributes = None,
     ) -> None:
-        """`name`: publish, commit, nack ...; `carriers`: the groups' carriers."""
+        """`name` is the operation, such as "publish" or "commit"; `carriers` are the trace headers of its groups."""
         self._name, self._kind, self._stage = name, kind, stage
         self._carriers, self._attributes = carriers, attributes
 
@@ -148,7 +155,10 @@ def record_batch(
     *,
     error: BaseException | None = None,
 ) -> None:
-    """Record an operation that has ended; see BatchSpan. `started_at` is in nanoseconds of Unix time."""
+    """Record the span of an operation on a batch of groups that has just ended, as `BatchSpan` does.
+
+    `started_at` is the operation's start, in nanoseconds of Unix time.
+    """
     if not enabled() or not (links := [link for link in map(link_from, carriers) if link is not None]):
         return
     current = trace.get_current_span()
@@ -169,16 +179,16 @@ def record_batch(
 def create_span(
     group_id: str, stage: str, sample_ratio: float = 1.0, attributes: Attributes = None
 ) -> Iterator[dict[str, str]]:
-    """Open the root of a group's trace, until it is published. Yields the carrier to publish with the group.
+    """Open the root span of a group's trace for the time until the group is published.
 
-    The carrier is empty if the group is not traced. The span isn't the current one, as several groups are published
-    together.
+    Yields the carrier (trace headers) to publish with the group; {} if the group is not traced. The span doesn't become
+    the current span, because several groups are published together.
 
     Args:
         group_id: the group.
-        stage: the first stage, to which it is published.
-        sample_ratio: the share of traced groups, from 0 to 1. The decision depends on the id alone, so that a repeated
-            publish makes the same one.
+        stage: the first stage, to which the group is published.
+        sample_ratio: the share of groups to trace, from 0 to 1. Whether a group is traced depends only on its id, so
+            that a repeated publication decides the same.
         attributes: further attributes.
     """
     if not enabled() or zlib.crc32(group_id.encode()) >= sample_ratio * 2**32:
@@ -242,7 +252,7 @@ def open_stage_span(
 
 @contextmanager
 def part_span(name: str, attributes: Mapping[str, AttributeValue]) -> Iterator[Span]:
-    """Open a child of the current span, and make it current; nothing if the current one isn't recorded."""
+    """Open a child of the current span, and make the child current. Does nothing if the current span isn't recorded."""
     current = trace.get_current_span()
     span = None
     if current.is_recording():
@@ -256,7 +266,7 @@ def part_span(name: str, attributes: Mapping[str, AttributeValue]) -> Iterator[S
 
 @contextmanager
 def root_span(name: str, *, attributes: Attributes = None) -> Iterator[Span]:
-    """Open a span in a new trace, such as a step's or a weight synchronisation's."""
+    """Open the first span of a new trace, such as a step's or a weight synchronisation's, and make it current."""
     if not enabled():
         yield INVALID_SPAN
         return
@@ -265,14 +275,14 @@ def root_span(name: str, *, attributes: Attributes = None) -> Iterator[Span]:
 
 
 FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""Statuses that are a server's errors. The others are answers for the caller to handle."""
+"""Names of the gRPC statuses that count as errors of the server. Other statuses are answers that the caller handles."""
 
 
 class RpcMethod:
-    """Attributes that all calls of a method share."""
+    """A gRPC method, with the span attributes that all its calls share."""
 
     def __init__(self, path: str, target: str = "") -> None:
-        """`path`: "/PACKAGE.SERVICE/METHOD"; `target`: name of the called server in gRPC."""
+        """`path` is "/PACKAGE.SERVICE/METHOD"; `target` is the called server, as given to gRPC, or ""."""
         self.name = path.removeprefix("/")
         self.attributes: Mapping[str, AttributeValue] = {
             "rpc.system.name": "grpc",
@@ -282,7 +292,7 @@ class RpcMethod:
         self._outcomes: dict[tuple[str, bool], dict[str, AttributeValue]] = {}
 
     def outcome(self, status: str, error: bool) -> dict[str, AttributeValue]:
-        """Return the attributes of a call that ended with a gRPC status; not to be changed."""
+        """Return the span attributes of a call that ended with a gRPC status. Cached: callers must not change them."""
         found = self._outcomes.get((status, error))
         if found is None:
             failed = {"error.type": status} if error else {}
@@ -292,7 +302,7 @@ class RpcMethod:
 
 
 def open_client_span(method: RpcMethod) -> Span | None:
-    """Open the span of a call to a server; None if the current span isn't recorded."""
+    """Open a client's span of a gRPC call; return None if the current span isn't recorded."""
     current = trace.get_current_span()
     if not current.is_recording():
         return None
@@ -300,19 +310,20 @@ def open_client_span(method: RpcMethod) -> Span | None:
 
 
 def end_client_span(span: Span, method: RpcMethod, status: str, ended_at: int | None = None) -> None:
-    """End a span with the call's gRPC status, at `ended_at` (nanoseconds of Unix time) or now."""
+    """End a client's span of a gRPC call, with the call's status name, at `ended_at` (nanoseconds of Unix time) or
+    now."""
     _end(span, method.outcome(status, status != "OK"), ended_at)
 
 
 class ServedCall:
-    """A call that a server answers: records its duration and, if its caller is traced, its span."""
+    """A gRPC call in a server: records the call's duration and, if the caller is traced, a span."""
 
     def __init__(self, method: RpcMethod, carrier: Mapping[str, str]) -> None:
-        """Begin the span, which is the current one until `end`."""
+        """Start to measure a call. If `carrier` has trace headers, open a span, which is current until `end`."""
         self.status = "OK"
-        """The name of its gRPC status."""
+        """Name of the gRPC status with which the call ends, such as "OK"."""
         self.in_other_task = False
-        """True if the call ends in another task, and so in another context, than it began in."""
+        """True if the call ends in another asyncio task than it began in, and so in another context."""
         self._method = method
         self._begun = time.perf_counter()
         self._span: Span | None = None
@@ -324,8 +335,8 @@ class ServedCall:
             self._token = attach(trace.set_span_in_context(current))
 
     def end(self) -> None:
-        """End the span and record the duration once the response is on its way, so that the caller doesn't wait for
-        it."""
+        """End the span and record the call's duration, in the event loop's next round, so that the response is sent
+        first."""
         ended, ended_at = time.perf_counter(), time.time_ns()
         asyncio.get_running_loop().call_soon(self._finish, ended - self._begun, ended_at)
         if self._token is not None and not self.in_other_task:
@@ -346,7 +357,8 @@ def _end(span: Span, outcome: dict[str, AttributeValue], ended_at: int | None) -
 
 
 def _address(target: str) -> dict[str, AttributeValue]:
-    """Return the attributes of a gRPC target: host:port, dns:///host:port, or unix:/path."""
+    """Return the span attributes that name a server, from its gRPC target: host:port, dns:///host:port, or
+    unix:/path."""
     if target.startswith("unix:"):
         return {"server.address": target.removeprefix("unix:")}
     host, colon, port = target.rpartition("/")[2].rpartition(":")

@@ -10,7 +10,7 @@ NCCL_ENVIRONMENT = {
     # NVLink multicast needs CUMEM, and is not available on hosts whose switch is shared among tenants.
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Environment variables of NCCL and their values, for every process of a weight group."""
+"""NCCL's environment variables, and their values, for every process of a weight group."""
 WEIGHTS_CHANGED = "WEIGHTS_CHANGED"
-"""Reason of FAILED_PRECONDITION: the trainer can't send the requested weights, because it has or is computing newer
-ones."""
+"""Reason of the status FAILED_PRECONDITION: the trainer can't send the requested weights, because it has or is
+computing newer weights."""

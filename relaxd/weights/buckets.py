@@ -1,5 +1,5 @@
-"""Contents of broadcasts: tensors in flat byte buffers (buckets), their layout on the wire, and a checksum to compare
-at both ends."""
+"""Contents of weight broadcasts: tensors in flat byte buffers (buckets), their layout on the wire, and a checksum that
+both ends compare."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,22 +22,22 @@ ELEMENT_TYPES: dict[torch.dtype, "sample_pb2.ElementType.ValueType"] = {
     torch.float32: sample_pb2.ELEMENT_TYPE_FLOAT32,
     torch.float64: sample_pb2.ELEMENT_TYPE_FLOAT64,
 }
-"""Wire types of torch's element types."""
+"""Element types of the gRPC messages, by torch dtype."""
 
 _DTYPES = {element: dtype for dtype, element in ELEMENT_TYPES.items()}
 
 
 class ManifestError(Exception):
-    """A manifest doesn't fit the tensors; the message names the tensor."""
+    """A manifest doesn't fit the tensors. The exception's message names the tensor."""
 
 
 class ManifestMismatch(Exception):
-    """Manifest and model differ: a tensor is unknown, missing or of another shape."""
+    """Manifest and model differ: a tensor is unknown, is missing or has another shape."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor on the wire, with its Hugging Face name."""
+    """Name (Hugging Face's), dtype and shape of a tensor as sent."""
 
     name: str
     dtype: torch.dtype
@@ -45,27 +45,27 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Size of the tensor as sent, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TensorBucket:
-    """Tensors in one flat byte buffer, in order and without padding, sent by one source rank."""
+    """Contents of one flat byte buffer: tensors in order, without padding, sent by one source rank."""
 
     tensors: tuple[TensorSpec, ...]
     source_rank: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat buffer."""
+        """Size of the flat buffer, in bytes."""
         return sum(spec.nbytes for spec in self.tensors)
 
 
 def plan_buckets(
     specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: int, *, first_alone: bool = False
 ) -> list[TensorBucket]:
-    """Fill buckets of at most `bucket_bytes` in the given order; a larger tensor gets its own bucket.
+    """Divide tensors, in the given order, into buckets of at most `bucket_bytes`. A larger tensor gets its own bucket.
 
     With `first_alone` the first tensor also gets its own bucket: NCCL sends nothing before it has enqueued a whole
     bucket, so a small first bucket starts sooner.
@@ -87,7 +87,7 @@ def plan_buckets(
 def tensors_of(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
     """Yield a bucket's tensors without conversion.
 
-    Raises ManifestError for one that is missing or of another shape.
+    Raises ManifestError for a tensor that is missing or has another shape.
     """
     for spec in bucket.tensors:
         tensor = tensors.get(spec.name)
@@ -101,7 +101,7 @@ def tensors_of(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor]) -> Ite
 def pack(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
     """Copy a bucket's tensors, converted to their wire types, into a uint8 buffer [>= bucket.nbytes].
 
-    Returns the filled part of the buffer. Raises ManifestError for a tensor that is missing or of another shape.
+    Returns the filled part of the buffer. Raises ManifestError for a tensor that is missing or has another shape.
     """
     offset = 0
     for spec, tensor in tensors_of(bucket, tensors):
@@ -115,7 +115,7 @@ def pack(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor], buffer: torc
 
 
 def unpack(bucket: TensorBucket, buffer: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yield the tensors of a filled uint8 buffer, as views (copies if unaligned)."""
+    """Yield a bucket's tensors from a filled uint8 buffer, as views (copies if unaligned)."""
     offset = 0
     for spec in bucket.tensors:
         source = buffer[offset : offset + spec.nbytes]
@@ -126,7 +126,7 @@ def unpack(bucket: TensorBucket, buffer: torch.Tensor) -> Iterator[tuple[TensorS
 
 
 def to_proto(buckets: Sequence[TensorBucket]) -> weights_pb2.WeightManifest:
-    """Convert buckets to a manifest."""
+    """Convert buckets to a weight manifest."""
     manifest = weights_pb2.WeightManifest()
     for bucket in buckets:
         message = manifest.buckets.add(source_rank=bucket.source_rank)
@@ -136,7 +136,7 @@ def to_proto(buckets: Sequence[TensorBucket]) -> weights_pb2.WeightManifest:
 
 
 def from_proto(manifest: weights_pb2.WeightManifest) -> list[TensorBucket]:
-    """Convert a manifest to buckets. Raises ManifestError for an unknown element type or a negative size."""
+    """Convert a weight manifest to buckets. Raises ManifestError for an unknown element type or a negative size."""
     buckets = []
     for message in manifest.buckets:
         specs = []
@@ -152,7 +152,7 @@ def from_proto(manifest: weights_pb2.WeightManifest) -> list[TensorBucket]:
 
 
 Layout = Literal["flat", "direct"]
-"""flat: one broadcast per bucket, of a buffer with its tensors in order (`pack`, `unpack`).
+"""How buckets are broadcast. flat: one broadcast per bucket, of a buffer with its tensors in order (`pack`, `unpack`).
 direct: one broadcast per tensor, grouped by bucket, so that both ends can use the models' own memory."""
 
 ALIGNMENT = 256
@@ -160,7 +160,7 @@ ALIGNMENT = 256
 
 
 def broadcast_layout(transport: Transport, engine: str) -> Layout:
-    """Return the layout for a transport and engine; all members of a group choose the same one.
+    """Return how a transport and engine broadcast buckets. All members of a weight group choose the same layout.
 
     NCCL fuses a group of broadcasts, so it sends each tensor directly. gloo has a cost per operation, and external
     SGLang servers support flat buckets only.
@@ -169,7 +169,7 @@ def broadcast_layout(transport: Transport, engine: str) -> Layout:
 
 
 def piece_bytes(bucket: TensorBucket) -> int:
-    """Return the bytes of a buffer for `pieces`."""
+    """Return the size, in bytes, of the buffer that `pieces` needs for a bucket."""
     return sum(-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in bucket.tensors)
 
 
@@ -183,9 +183,9 @@ def pieces(bucket: TensorBucket, buffer: torch.Tensor) -> list[torch.Tensor]:
 
 
 def as_sent(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return a bucket's tensors contiguous and in their wire types; copies only if needed.
+    """Return a bucket's tensors, contiguous and with the dtypes of the manifest. Tensors are copied only if needed.
 
-    Raises ManifestError for a tensor that is missing or of another shape.
+    Raises ManifestError for a tensor that is missing or has another shape.
     """
     return [
         tensor if tensor.dtype == spec.dtype and tensor.is_contiguous() else tensor.to(spec.dtype).contiguous()
@@ -194,8 +194,10 @@ def as_sent(bucket: TensorBucket, tensors: Mapping[str, torch.Tensor]) -> list[t
 
 
 _WIDTH, _MAX_ROWS = 4096, 1 << 22
-"""Width and maximum height of the matrix of 8-byte words that a checksum adds up, enough for 128 GiB. The checksum
-doesn't depend on them."""
+"""Width and maximum height of the matrix into which a checksum arranges a tensor's 8-byte words: enough for 128 GiB.
+
+The checksum's value doesn't depend on them.
+"""
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -209,26 +211,25 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return the checksums of several tensors on one device, with one synchronisation."""
+    """Return the checksums of several tensors on one device, waiting for the device once."""
     return read_checksums(begin_checksums(tensors))
 
 
 def begin_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Enqueue the computation of tensors' checksums. Returns int64 scalars on the tensors' device, for
-    `read_checksums`."""
+    """Start computing tensors' checksums. Returns int64 scalars on the tensors' device, for `read_checksums`."""
     return {name: _total(tensor) for name, tensor in tensors.items()}
 
 
 def read_checksums(begun: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Wait for checksums of tensors on one device, and return them."""
+    """Wait for the checksums that `begin_checksums` started, and return them as unsigned integers."""
     totals = torch.stack(list(begun.values())).tolist() if begun else []
     return {name: total % (1 << 64) for name, total in zip(begun, totals, strict=True)}
 
 
 def _total(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum as an int64 scalar, which wraps around modulo 2^64.
+    """Return a tensor's checksum as an int64 scalar tensor, which wraps around modulo 2^64.
 
-    Arranges the words as a matrix, whose row and column sums suffice: 2 i + 1 = 2 width row + (2 column + 1).
+    The 8-byte words form a matrix, whose row and column sums suffice: 2 i + 1 = 2 width row + (2 column + 1).
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:

@@ -1,8 +1,8 @@
 """Broadcasts between processes on one machine through CUDA IPC, for members that share a GPU, which NCCL refuses.
 
-The source copies a bucket into one of its two slots and announces it in the group's store. Every other member copies it
-out and acknowledges it, which frees the slot, so a bucket is copied in while the previous one is copied out. Copies
-within a GPU run at terabytes per second, so the cost is the messages: two per bucket and member.
+The source copies a bucket into one of its two slots and announces it in the group's store. Every other member copies
+the bucket out and acknowledges it, which frees the slot. So a bucket is copied in while the previous bucket is copied
+out. Copies within a GPU run at terabytes per second, so the cost is the messages: two per bucket and member.
 
 Memory comes from cudaMalloc, not from torch's cache: CUDA shares whole allocations, and torch's may contain other
 tensors. Handles are CUDA's 64 bytes; nothing is pickled.
@@ -28,57 +28,57 @@ _CLOSE_SECONDS = 2.0
 
 
 class IpcError(RuntimeError):
-    """A broadcast failed; its connection is unusable."""
+    """A broadcast failed. The connection is unusable afterwards."""
 
 
 class DeviceEvent(Protocol):
-    """A point in a device's queue of work."""
+    """A marker in a device's queue of work, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Return True if the point was reached."""
+        """Return True if the device has done all work before the marker."""
 
 
 class SharedMemory(Protocol):
-    """Memory shared between processes (`relaxd.weights.cuda_ipc.CudaMemory`)."""
+    """GPU memory shared between processes: the interface of `relaxd.weights.cuda_ipc.CudaMemory`."""
 
     def allocate(self, size: int) -> tuple[int, bytes]:
-        """Allocate memory. Returns its address and the handle for other members."""
+        """Allocate memory of `size` bytes. Returns its address, and the handle with which other members open it."""
 
     def free(self, address: int) -> None:
-        """Free memory."""
+        """Free the memory that `allocate` returned."""
 
     def open(self, handle: bytes, size: int) -> int:
-        """Open another member's memory. Returns its address here."""
+        """Map another member's memory into this process. Returns its address here."""
 
     def close(self, address: int) -> None:
-        """Close another member's memory."""
+        """Unmap another member's memory, which `open` returned."""
 
     def mark(self) -> Any:
-        """Return a marker of the current work, for copies to wait for."""
+        """Return a marker of the work enqueued so far, for `copy` to wait for."""
 
     def copy(self, parts: Sequence[tuple[int, int, int]], after: Any) -> DeviceEvent:
-        """Enqueue copies (target, source, bytes) after a marker."""
+        """Enqueue copies, as tuples (target, source, bytes), to begin after a marker. Return a marker of their end."""
 
 
 @dataclass
 class IpcBroadcast:
-    """A batch of broadcasts started together."""
+    """A batch of broadcasts that started together."""
 
     tensors: list[torch.Tensor]
     source: int
     number: int
-    """Sequence number among the source's broadcasts."""
+    """Sequence number among the broadcasts of the same source."""
     after: Any
     deadline: float
     ended: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
     def done(self) -> bool:
-        """Return True once the copies have succeeded or failed here."""
+        """Return True once this member's copies have succeeded or failed."""
         return self.ended.is_set()
 
     def finish(self) -> None:
-        """Raise RuntimeError if the copies failed. Call it once they are done."""
+        """Raise RuntimeError if the copies failed. Call it once `done` returns True."""
         if self.error is not None:
             raise IpcError(str(self.error)) from self.error
 
@@ -88,21 +88,27 @@ class IpcBroadcast:
 
 @dataclass
 class _Area:
-    """Memory of a source: SLOTS slots of `slot_bytes` each."""
+    """Memory from which a source rank sends: SLOTS slots of `slot_bytes` bytes each."""
 
     generation: int
-    """Number of the source's areas before this one, which were too small and replaced."""
+    """Number of earlier areas of the same source, which were too small and were replaced."""
     address: int
     slot_bytes: int
 
 
 class IpcConnection:
-    """A member's connection. One thread copies the broadcasts in the order in which they were started."""
+    """A member's connection to the weight group.
+
+    One thread copies the broadcasts in the order in which they started.
+    """
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, memory: SharedMemory, cancelled: threading.Event
     ) -> None:
-        """`store` belongs to this group alone. Set `cancelled` before `abort` to end copying at once."""
+        """Start the copying thread.
+
+        Only this group may use `store`. Set `cancelled` before `abort` to end copying at once.
+        """
         self._store = store
         self._rank = rank
         self._readers = world_size - 1
@@ -113,7 +119,7 @@ class IpcConnection:
         self._own: _Area | None = None
         self._replaced: list[_Area] = []
         self._seen: dict[int, _Area] = {}
-        """Areas of other members, by source rank."""
+        """Opened areas of other members, by source rank."""
         self._queue: queue.SimpleQueue[IpcBroadcast | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="copy weights", daemon=True)
         self._thread.start()
@@ -127,7 +133,7 @@ class IpcConnection:
         return broadcast
 
     def abort(self) -> None:
-        """Cancel broadcasts and free all memory. No tensor is written afterwards."""
+        """Cancel all broadcasts and free all memory. Afterwards no tensor is written to."""
         self._queue.put(None)
         self._thread.join()
         for area in self._seen.values():
@@ -211,8 +217,8 @@ class IpcConnection:
     def _wait(self, reached: Any, broadcast: IpcBroadcast, what: str, *, uncancellable: bool = False) -> None:
         """Wait until `reached()` returns True.
 
-        Raises IpcError at the broadcast's deadline or on an abort. With `uncancellable` an abort doesn't end the wait;
-        this is for running copies, which are short.
+        Raises IpcError at the broadcast's deadline or on an abort. With `uncancellable` an abort doesn't end the wait.
+        Use it only for copies that already run, which are short.
         """
         while not reached():
             if uncancellable:
@@ -226,7 +232,7 @@ class IpcConnection:
 _SUCCESS = 0
 _LAZY_PEER_ACCESS = 1
 _COPY_DEFAULT = 4
-"""cudaMemcpyDefault: CUDA derives the direction from the addresses, one of which may be on another GPU."""
+"""cudaMemcpyDefault: CUDA derives a copy's direction from the addresses, one of which may be on another GPU."""
 
 
 class CudaError(RuntimeError):
@@ -234,13 +240,13 @@ class CudaError(RuntimeError):
 
 
 class IpcHandle(ctypes.Structure):
-    """cudaIpcMemHandle_t."""
+    """CUDA's struct cudaIpcMemHandle_t: a handle of 64 bytes with which other processes open memory."""
 
     _fields_ = [("reserved", ctypes.c_char * 64)]
 
 
 class CudaMemory:
-    """Memory of one GPU. Copies run on a separate stream of high priority. Not thread-safe, except `mark`."""
+    """Shared memory of one GPU. Copies run on a separate stream of high priority. Not thread-safe, except `mark`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -249,7 +255,10 @@ class CudaMemory:
             self._stream = torch.cuda.Stream(device, priority=-1)
 
     def allocate(self, size: int) -> tuple[int, bytes]:
-        """Allocate memory. Returns its address and the handle for `open` in other processes. Raises CudaError."""
+        """Allocate memory of `size` bytes.
+
+        Returns its address, and the handle for `open` in other processes. Raises CudaError.
+        """
         address, handle = ctypes.c_void_p(), IpcHandle()
         with torch.cuda.device(self._device):
             self._check("cudaMalloc", self._runtime.cudaMalloc(ctypes.byref(address), size))
@@ -258,12 +267,12 @@ class CudaMemory:
         return address.value, bytes(handle)
 
     def free(self, address: int) -> None:
-        """Free memory. Raises CudaError."""
+        """Free the memory that `allocate` returned. Raises CudaError."""
         with torch.cuda.device(self._device):
             self._check("cudaFree", self._runtime.cudaFree(ctypes.c_void_p(address)))
 
     def open(self, handle: bytes, size: int) -> int:
-        """Open memory of another process. Returns its address here. Raises CudaError."""
+        """Map another process's memory into this process. Returns its address here. Raises CudaError."""
         address, raw = ctypes.c_void_p(), IpcHandle.from_buffer_copy(handle)
         with torch.cuda.device(self._device):
             code = self._runtime.cudaIpcOpenMemHandle(ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
@@ -272,19 +281,22 @@ class CudaMemory:
         return address.value
 
     def close(self, address: int) -> None:
-        """Close opened memory. Raises CudaError."""
+        """Unmap another process's memory, which `open` returned. Raises CudaError."""
         with torch.cuda.device(self._device):
             self._check("cudaIpcCloseMemHandle", self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address)))
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event on the calling thread's current stream."""
+        """Record an event on the calling thread's current stream, for `copy` to wait for."""
         with torch.cuda.device(self._device):
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
         return event
 
     def copy(self, parts: Sequence[tuple[int, int, int]], after: torch.cuda.Event) -> torch.cuda.Event:
-        """Enqueue copies (target, source, bytes) after a `mark`. Returns an event at their end. Raises CudaError."""
+        """Enqueue copies, as tuples (target, source, bytes), to begin after an event of `mark`.
+
+        Returns an event at their end. Raises CudaError.
+        """
         with torch.cuda.device(self._device):
             self._stream.wait_event(after)
             stream = ctypes.c_void_p(self._stream.cuda_stream)
@@ -303,7 +315,7 @@ class CudaMemory:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Load the CUDA runtime that torch has loaded; a second copy would be another client of the driver."""
+    """Load the same CUDA runtime library as torch: a second copy would be another client of the driver."""
     major = str(torch.version.cuda).partition(".")[0]
     runtime = ctypes.CDLL(f"libcudart.so.{major}")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class GlooBroadcast:
-    """A batch of broadcasts started together."""
+    """A batch of broadcasts that started together."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -29,12 +29,12 @@ class GlooBroadcast:
             work.wait()  # brief: the process group's timeout
 
     def precede_current_stream(self) -> None:
-        """Wait for the broadcasts: CPUs have no streams."""
+        """Wait until the broadcasts have ended, because CPUs have no streams."""
         self.finish()
 
 
 def gloo_group(store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> Any:
-    """Connect to the other members from `address` of this machine. Raises RuntimeError.
+    """Connect to the group's other members from this machine's address `address`. Raises RuntimeError.
 
     Returns a dist.ProcessGroupGloo outside torch's registry.
     """
@@ -49,7 +49,7 @@ class GlooConnection:
     """A gloo process group whose members broadcast."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> None:
-        """Connect: see `gloo_group`."""
+        """Connect to the group's other members, as `gloo_group` does."""
         self._group = gloo_group(store, rank, world_size, address, timeout)
         self._lock = threading.Lock()
         self._pending: list[Any] = []
@@ -66,7 +66,10 @@ class GlooConnection:
         return GlooBroadcast(works)
 
     def abort(self) -> None:
-        """Wait for the group's last operation, then close it: its destructor would wait while holding the GIL."""
+        """Wait for the group's last operation, then close the group.
+
+        Its destructor would wait while holding the GIL.
+        """
         while True:
             with self._lock:
                 if all(work.is_completed() for work in self._pending):
@@ -77,18 +80,18 @@ class GlooConnection:
 
 
 PIECE_BYTES = 1 << 20
-"""Maximum bytes of a message along the chain."""
+"""Maximum size of a message along the chain, in bytes."""
 MAX_TAG = 1 << 31
 
 
 class ChainBroadcast:
-    """A batch of tensors that the chain passes on."""
+    """A batch of broadcasts along the chain."""
 
     def __init__(self, result: "Future[None]") -> None:
         self._result = result
 
     def done(self) -> bool:
-        """Return True once this member has received and passed on everything, or has failed."""
+        """Return True once this member has received and passed on all tensors, or has failed."""
         return self._result.done()
 
     def finish(self) -> None:
@@ -96,7 +99,7 @@ class ChainBroadcast:
         self._result.result()
 
     def precede_current_stream(self) -> None:
-        """Wait for the broadcasts: CPUs have no streams."""
+        """Wait until the batch has been transferred, because CPUs have no streams."""
         self.finish()
 
 
@@ -104,18 +107,18 @@ class GlooChain:
     """A gloo process group in which each rank passes tensors on to the next higher rank, and the last to rank 0."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> None:
-        """Connect to the other members from `address` of this machine. Raises RuntimeError."""
+        """Connect to the group's other members from this machine's address `address`. Raises RuntimeError."""
         self._group = gloo_group(store, rank, world_size, address, timeout)
         self._rank, self._size = rank, world_size
         self._lock = threading.Lock()
         self._tag = 0
-        """Number of the last broadcast, equal in all members because they make the same calls."""
+        """Number of the last batch, the same in all members because they make the same calls."""
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._work, name=f"weight chain {rank}", daemon=True)
         self._worker.start()
 
     def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> ChainBroadcast:
-        """Start sending or receiving tensors, and passing them on. Raises RuntimeError."""
+        """Start sending or receiving tensors and passing them on to the next rank. Raises RuntimeError."""
         place = (self._rank - source_rank) % self._size
         before = (self._rank - 1) % self._size if place else None
         after = (self._rank + 1) % self._size if place < self._size - 1 else None
@@ -129,7 +132,7 @@ class GlooChain:
         return ChainBroadcast(batch.result)
 
     def abort(self) -> None:
-        """End the group once its last operation has ended: gloo can't cancel a receive before its deadline."""
+        """Close the group once its last operation has ended: gloo can't cancel a receive before its deadline."""
         self._batches.put(None)
         self._worker.join()
 
@@ -168,5 +171,5 @@ class _Batch:
         self._deadline = deadline
 
     def left(self) -> timedelta:
-        """Return the time to the deadline, at least a millisecond, because 0 means no limit in gloo."""
+        """Return the time until the batch's deadline, at least a millisecond, because gloo takes 0 as no limit."""
         return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))

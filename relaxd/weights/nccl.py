@@ -23,7 +23,7 @@ _UINT8 = 1
 _UNSET = -(2**31)
 _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21800
-"""Version of the struct below; newer libraries use defaults for fields that it lacks."""
+"""NCCL version of the struct `_Config`. Newer libraries use defaults for fields that the struct lacks."""
 _FAST_POLLS, _POLL_SECONDS = 200, 0.0002
 _WARM_UP_BYTES = 1 << 20
 _ID_KEY = "nccl"
@@ -34,7 +34,7 @@ class NcclError(RuntimeError):
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId, which identifies a communicator."""
+    """NCCL's struct ncclUniqueId, which identifies a communicator."""
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
@@ -54,13 +54,13 @@ class _Config(ctypes.Structure):
 
 
 class NcclBroadcast:
-    """A batch of broadcasts that a thread of NCCL enqueues together."""
+    """A batch of broadcasts that NCCL's thread enqueues together."""
 
     def __init__(self, connection: "NcclConnection", deadline: float) -> None:
-        """`deadline` is the monotonic time until which the batch must be enqueued."""
+        """Create a batch. `deadline` is the monotonic time until which NCCL must have enqueued it."""
         self.deadline = deadline
         self.event: torch.cuda.Event | None = None
-        """Event that is recorded after the broadcasts, once they are enqueued."""
+        """CUDA event recorded after the broadcasts; None until they are enqueued."""
         self._connection = connection
 
     def done(self) -> bool:
@@ -71,7 +71,7 @@ class NcclBroadcast:
         return False
 
     def finish(self) -> None:
-        """Do nothing: `done` has checked the broadcasts."""
+        """Do nothing: `done` has already raised any error of the broadcasts."""
 
     def precede_current_stream(self) -> None:
         """Make later work on the current stream wait for the broadcasts, without blocking. Raises NcclError."""
@@ -85,7 +85,7 @@ class NcclBroadcast:
 
 
 class NcclConnection:
-    """A communicator on a separate stream of high priority, so that training does not delay it."""
+    """An NCCL communicator on a separate stream of high priority, so that training does not delay broadcasts."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class NcclConnection:
         timeout: float,
         cancelled: threading.Event,
     ) -> None:
-        """Connect to the other members, which do the same.
+        """Connect to the weight group's other members, which must connect at the same time.
 
         Raises NcclError on failure, after `timeout` seconds, or as soon as `cancelled` is set.
         """
@@ -108,7 +108,10 @@ class NcclConnection:
         self._lock = threading.Lock()
         """Lock held while the communicator is in use, so that it isn't freed."""
         self._enqueueing: NcclBroadcast | None = None
-        """The batch that NCCL may still be enqueueing. Until it is done, the communicator allows no other call."""
+        """The batch that NCCL may still be enqueueing.
+
+        Until NCCL is done with it, the communicator allows no other call.
+        """
         deadline = time.monotonic() + timeout
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device, priority=-1)
@@ -162,7 +165,7 @@ class NcclConnection:
         return self._enqueueing
 
     def settle(self) -> None:
-        """Wait until the last batch is enqueued. Raises NcclError."""
+        """Wait until NCCL has enqueued the last batch. Raises NcclError."""
         with self._lock, torch.cuda.device(self.device):
             self._settle_last()
 
@@ -174,7 +177,7 @@ class NcclConnection:
                 raise self._error("a broadcast", code)
 
     def abort(self) -> None:
-        """Cancel broadcasts and free the communicator. Afterwards the GPU writes no tensor.
+        """Cancel broadcasts and free the communicator. Afterwards the GPU writes to no tensor.
 
         Set `cancelled` first; otherwise this waits for calls in other threads.
         """
@@ -185,7 +188,7 @@ class NcclConnection:
                 self._nccl.ncclCommAbort(communicator)
 
     def _settle_last(self) -> None:
-        """`settle` with the lock held."""
+        """Do what `settle` does. The caller holds the lock."""
         if not self._communicator.value:
             raise NcclError("the communicator was aborted")
         if (last := self._enqueueing) is not None:
@@ -195,7 +198,7 @@ class NcclConnection:
             last.event, self._enqueueing = event, None
 
     def _warm_up(self, deadline: float) -> None:
-        """Broadcast once in advance: the first broadcast loads kernels and connects channels, which would prolong a
+        """Broadcast scratch data once: the first broadcast loads kernels and connects channels, which would prolong a
         pause."""
         scratch = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self.device)
         first = self.start([scratch], 0, deadline - time.monotonic())
@@ -221,7 +224,7 @@ class NcclConnection:
         return unique_id
 
     def _settle(self, what: str, code: int, deadline: float) -> None:
-        """Wait until a call of the nonblocking communicator has ended; until then it allows no other call."""
+        """Wait until NCCL has ended a call of the nonblocking communicator, which allows no other call until then."""
         if code not in (_SUCCESS, _IN_PROGRESS):
             raise self._error(what, code)
         polls = 0
@@ -252,7 +255,7 @@ class NcclConnection:
 
 
 def check_environment() -> None:
-    """Raise NcclError if NCCL would exchange memory handles that other members don't support."""
+    """Raise NcclError if this process's NCCL_CUMEM_ENABLE differs from the value that all members must have."""
     name = "NCCL_CUMEM_ENABLE"
     if os.environ.get(name) != NCCL_ENVIRONMENT[name]:
         raise NcclError(
@@ -263,7 +266,7 @@ def check_environment() -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Load the NCCL that torch has loaded; a second copy would have separate state."""
+    """Load the same NCCL library as torch: a second copy would have separate state."""
     nccl = ctypes.CDLL("libnccl.so.2")
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     nccl.ncclGetErrorString.argtypes, nccl.ncclGetErrorString.restype = [number], ctypes.c_char_p

@@ -39,35 +39,35 @@ Transport = Literal["gloo", "gloo_chain", "nccl", "cuda_ipc"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _POLL_SECONDS, _POLL_SHARE = 0.00005, 0.002
-"""Pause between two polls of a transfer: at least _POLL_SECONDS, and _POLL_SHARE of the time waited so far."""
+"""Pause between two polls of a transfer: _POLL_SECONDS, or _POLL_SHARE of the time waited so far if that is longer."""
 _RENDEZVOUS_POLL_SECONDS = 0.01
 _ABORT_POLL_SECONDS = 0.1
 _STORE_SECONDS = 60.0
-"""Maximum seconds to wait for a key in the store's own process; members have their own deadlines."""
+"""Maximum seconds to wait for a key in the process that hosts the store. Members have their own deadlines."""
 _ABORT_SECONDS = 5.0
-"""Maximum seconds of `abort` until the GPU no longer uses the tensors."""
+"""Maximum seconds that `abort` waits until the GPU no longer uses the tensors."""
 _ABORTED = "aborted"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Meeting point of a weight group's members."""
+    """Where and how the members of a weight group meet: transport, store, group name and size."""
 
     transport: Transport
     store_host: str = "127.0.0.1"
     store_port: int
     name: str
-    """Name of the group, which the store has never had before."""
+    """Name of the weight group. No earlier group in the same store had it."""
     world_size: int
 
     @property
     def on_cpu(self) -> bool:
-        """True if the tensors are in host memory, not on GPUs."""
+        """True if the weight group's tensors are in host memory, not on GPUs."""
         return self.transport in CPU_TRANSPORTS
 
     @classmethod
     def from_proto(cls, group: weights_pb2.WeightGroup) -> "Rendezvous":
-        """Read the coordinator's message to the members."""
+        """Convert the coordinator's WeightGroup message to a Rendezvous."""
         return cls(
             transport=cast(Transport, words(weights_pb2.Transport)[group.transport]),
             store_host=group.store_host or cls.store_host,
@@ -78,17 +78,18 @@ class Rendezvous:
 
 
 class WeightGroupError(Aborted):
-    """Connecting a weight group or a broadcast failed. The group is unusable."""
+    """A weight group can't be connected, or a broadcast in it failed. The group is unusable afterwards."""
 
 
 def host_store(
     host: str = "127.0.0.1", port: int = 0, seconds: float = _STORE_SECONDS, ports: range | None = None
 ) -> dist.TCPStore:
-    """Host the rendezvous store, for the life of a trainer's first rank; `.port` has its port.
+    """Host the rendezvous store of weight groups in this process, a trainer's first rank. `.port` of the result is its
+    port.
 
     The store has no authentication, so it listens on `host` only, unlike a plain TCPStore ("", "0.0.0.0" and "::"
-    listen on all addresses). It listens on `port`; 0 means the first free port of `ports`, or any free port without
-    them. `seconds` limits each wait for a key. Raises OSError if the address is not available, NoFreePort if no port
+    listen on all addresses). With `port` 0 it listens on the first free port of `ports`, or on any free port if `ports`
+    is None. `seconds` limits each wait for a key. Raises OSError if the address is not available, NoFreePort if no port
     is.
     """
     timeout = timedelta(seconds=seconds)
@@ -103,23 +104,23 @@ def host_store(
 
 
 class GroupConnection(Protocol):
-    """A member's connection to the group."""
+    """A member's connection to the other members of a weight group."""
 
     def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> "PendingBroadcasts":
-        """Start one broadcast per tensor. Raises RuntimeError."""
+        """Start one broadcast per tensor from `source_rank`. Raises RuntimeError."""
 
     def abort(self) -> None:
-        """Cancel broadcasts and close the connection."""
+        """Cancel all broadcasts and close the connection."""
 
 
 class PendingBroadcasts(Protocol):
-    """A batch of broadcasts started together."""
+    """A batch of broadcasts that started together."""
 
     def done(self) -> bool:
-        """Return True once the broadcasts have succeeded or failed. Raises RuntimeError if they never will."""
+        """Return True once the broadcasts have succeeded or failed. Raises RuntimeError if they will never end."""
 
     def finish(self) -> None:
-        """Raise RuntimeError if the broadcasts failed. Call it once they are done."""
+        """Raise RuntimeError if the broadcasts failed. Call it once `done` returns True."""
 
     def precede_current_stream(self) -> None:
         """Make later work on the current stream wait for the broadcasts. Raises RuntimeError if they could not
@@ -127,7 +128,7 @@ class PendingBroadcasts(Protocol):
 
 
 class Transfer:
-    """Broadcasts in progress. Don't touch their tensors until `wait` has returned."""
+    """Broadcasts in progress. Don't read or write their tensors until `wait` has returned."""
 
     def __init__(self, group: "WeightGroup", pending: PendingBroadcasts, nbytes: int, timeout: float) -> None:
         self._group = group
@@ -137,7 +138,10 @@ class Transfer:
         self._deadline = time.monotonic() + timeout
 
     def wait(self) -> None:
-        """Wait until the broadcasts are done here. Raises WeightGroupError on failure, deadline or abort."""
+        """Wait until this member's part of the broadcasts is done.
+
+        Raises WeightGroupError on failure, deadline or abort.
+        """
         began = time.monotonic()
         with self._explaining():
             while not self._pending.done():
@@ -155,8 +159,8 @@ class Transfer:
     def precede_current_stream(self) -> None:
         """Make later work on the current stream wait for the broadcasts.
 
-        With NCCL this doesn't block and reports only broadcasts that could not begin, so `wait` for the last transfer.
-        With other transports it is `wait`. Raises WeightGroupError.
+        With NCCL this doesn't block, and raises only for broadcasts that could not begin, so call `wait` for the last
+        transfer. With other transports this does the same as `wait`. Raises WeightGroupError.
         """
         if self._group.transport == "nccl":
             with self._explaining():
@@ -166,7 +170,7 @@ class Transfer:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Convert the connection's errors to WeightGroupError, and abort the group on an error."""
+        """Convert the connection's errors in the block to WeightGroupError, and abort the group."""
         try:
             yield
         except RuntimeError as error:
@@ -178,10 +182,10 @@ class Transfer:
 
 
 class WeightGroup:
-    """A member of a weight group: `connect`, then `broadcast`; `abort` to leave."""
+    """A member of a weight group. Call `connect`, then `broadcast`, and `abort` to leave the group."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device | None = None) -> None:
-        """`device` is the GPU; None in a group of CPUs."""
+        """Create a member that is not connected yet. `device` is its GPU; None in a group of CPUs."""
         self.name = rendezvous.name
         self.rank = rank
         self.world_size = rendezvous.world_size
@@ -197,7 +201,7 @@ class WeightGroup:
         self._connection: GroupConnection | None = None
 
     def connect(self, timeout: float) -> None:
-        """Wait until all members are connected. Raises WeightGroupError after `timeout` seconds."""
+        """Connect to all other members. Raises WeightGroupError if they aren't connected after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         host, port = self._store_address
         try:
@@ -244,14 +248,13 @@ class WeightGroup:
         return self.start_broadcasts([tensor], source_rank, timeout)
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int, timeout: float) -> None:
-        """Send or receive a contiguous tensor in place, and wait for it."""
+        """Send or receive a contiguous tensor in place, and wait for the end of its broadcast."""
         self.start_broadcast(tensor, source_rank, timeout).wait()
 
     def abort(self) -> None:
-        """Leave the group, which ends it for every member. Unblocks waiting calls: at once in this process, soon in
-        others.
+        """Leave the group, which ends it for every member. Waiting calls fail: at once in this process, soon in others.
 
-        Thread-safe and repeatable. Afterwards no tensor is written, except with gloo: a gloo receive cannot be
+        Thread-safe and repeatable. Afterwards no tensor is written to, except with gloo: a gloo receive cannot be
         cancelled and may write into its tensor until its deadline, so receive into memory that is discarded with the
         group.
         """
@@ -352,7 +355,7 @@ class StockWeightGroup(WeightGroup):
 
 
 class _LateNcclConnection:
-    """Connects in the first broadcast, as torch's process groups do."""
+    """Connection that NCCL opens in the first broadcast, as torch's process groups do."""
 
     def __init__(self, store: dist.Store, world_size: int, device: torch.device, cancelled: threading.Event) -> None:
         self._place = (store, world_size, device)
@@ -371,7 +374,7 @@ class _LateNcclConnection:
 
 
 class _StockNcclConnection(NcclConnection):
-    """Connects to torch's ProcessGroupNCCL."""
+    """NCCL connection to torch's ProcessGroupNCCL in stock servers."""
 
     def _share_id(self, store: dist.Store, rank: int, deadline: float) -> UniqueId:
         unique_id = self._new_id()
@@ -380,4 +383,4 @@ class _StockNcclConnection(NcclConnection):
         return unique_id
 
     def _warm_up(self, deadline: float) -> None:
-        """Do nothing: the servers take part only in announced broadcasts."""
+        """Do nothing: stock servers take part only in announced broadcasts."""
