@@ -113,7 +113,7 @@ def find_best(run_folder: Path, setting: str, steps: Collection[int]) -> BestChe
 
 
 def protected_steps(run_folder: Path, setting: str, checkpoints_of: Path) -> set[int]:
-    """Return the steps whose checkpoints must not be removed: the best checkpoint's, and the one being evaluated.
+    """Return the steps whose checkpoints must not be removed: of the best checkpoint, and of any being evaluated.
 
     `checkpoints_of` is the folder with the checkpoints: the run's, or its critic's.
     """

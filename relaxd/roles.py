@@ -53,7 +53,7 @@ class Role:
     model: Literal["", "policy", "reference", "teacher", "critic", "judge"] = ""
     """Kind of model that the role's replicas hold; "" for none."""
     weights: Literal["", "sends", "receives"] = ""
-    """Whether the role sends or receives the policy's weights in synchronisations; "" for neither. A replica that
+    """Part of the role in synchronisations: it sends or receives the policy's weights; "" for neither. A replica that
     receives weights takes no work before its first synchronisation."""
     gpus: Callable[[RunConfig], int] = lambda config: 0
     """Returns the number of GPUs that each replica leases in a run."""

@@ -62,7 +62,7 @@ class RuleAlarm:
     first_step: int
     last_step: int
     value: float
-    """Worst median of the metric since the alarm began: the one furthest beyond the limit."""
+    """Worst median of the metric since the alarm began: the median furthest beyond the limit."""
     limit: float
     """Limit that applied at the step of the worst median."""
 

@@ -176,7 +176,7 @@ def new_names(group_ids: Iterable[str]) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where a payload is stored: its keys and its server."""
+    """Storage location of a payload: its keys and its server."""
 
     keys: tuple[str, ...]
     """Keys of the payload's slices, in order. No other payload has these keys."""

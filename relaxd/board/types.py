@@ -78,7 +78,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Admission:
-    """How many groups the gate admits now, and which limit determines that."""
+    """Number of groups that the gate admits now, and the limit that determines it."""
 
     room: int
     """Number of groups that may be published now."""

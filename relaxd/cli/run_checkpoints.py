@@ -119,8 +119,8 @@ def replay(
 def used_by_replay(folder: Path, *, own_code: bool) -> str:
     """Describe the ranks, the algorithm and the models that a replay of an unpacked bundle uses.
 
-    Of the code that a configuration can name, a replay runs only a user's algorithm. Raises CliError if there is one,
-    unless `own_code`.
+    Of the code that a configuration can name, a replay runs only a user's algorithm. Raises CliError for such an
+    algorithm, unless `own_code`.
     """
     config = config_of(folder)
     algorithm = f'algorithm.name = "{config.algorithm.name}"'
@@ -278,7 +278,7 @@ UNDER_WAY = (RUN_STATE_RUNNING, RUN_STATE_PAUSED)
 
 
 def save_of_run_in_progress(address: str, state: Path, say: Callable[[str], None]) -> str:
-    """Ask the coordinator of a state folder to save a checkpoint of the run in progress, if there is one.
+    """Ask the coordinator of a state folder to save a checkpoint of the run in progress, if any.
 
     Returns the run's id; "" if no run is in progress, or the coordinator can't be asked.
     """

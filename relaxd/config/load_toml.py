@@ -54,7 +54,7 @@ def suggest(place: Place, algorithm: str = "") -> str:
 
 
 def elsewhere(place: Place) -> str:
-    """Return what an unknown setting means in another framework, and its equivalent in relaxd; "" if there is none."""
+    """Return a hint on an unknown setting of another framework, with its equivalent in relaxd; "" if there is none."""
     if (found := find(place)) is None or _is_ours(place):
         return ""
     framework, name, equivalent = found
@@ -155,7 +155,7 @@ class Problem:
     setting: str
     """Dotted name of the setting, such as "rollout.top_p"; empty for the whole configuration."""
     message: str
-    """What is wrong with the setting, and what to do."""
+    """Description of the mistake and its remedy."""
     source: str = ""
     """Origin of the setting: "FILE line 12" or "--rollout.top_p"; empty if it was not set."""
 

@@ -1,5 +1,5 @@
-"""[board], [weights], [health] and [rehearsal]: how the services of a run work together. [alerts] and [tracking]: what
-people and trackers are told."""
+"""[board], [weights], [health] and [rehearsal]: cooperation of a run's services. [alerts] and [tracking]: reports to
+people and trackers."""
 
 import re
 from collections import Counter

@@ -231,7 +231,7 @@ class Equivalent(NamedTuple):
     names: dict[str, list[str]]
     """Names of the setting in other frameworks, by framework."""
     note: str
-    """How the other frameworks' setting differs, or the relaxd setting to use instead: a clause in plain text. May be
+    """Difference of the other frameworks' setting, or the relaxd setting to use instead: a clause in plain text. May be
     empty."""
 
 

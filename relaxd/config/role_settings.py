@@ -13,7 +13,7 @@ from relaxd.engines import ENGINES, JudgeEngineName, TeacherEngineName, list_eng
 
 
 class ReplicaSizes(Section):
-    """Sizes of the replicas of a role whose model has ranks of its own, with the trainer's dtype and kernels."""
+    """Sizes of the replicas of a role whose model has separate ranks, with the trainer's dtype and kernels."""
 
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of ranks of a replica that share each layer's matrices."""

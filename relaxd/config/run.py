@@ -1,4 +1,4 @@
-"""The configuration of a run, which is one TOML file and trains one model."""
+"""The configuration of a run: a single TOML file. A run trains one model."""
 
 from collections.abc import Iterator
 from pathlib import Path

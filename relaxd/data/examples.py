@@ -26,7 +26,7 @@ class Example:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Schemas of the tools that the chat template gets."""
     place: str = ""
-    """Where the prompt comes from, for error messages, such as "train.jsonl line 3"."""
+    """Origin of the prompt, for error messages, such as "train.jsonl line 3"."""
     media: tuple[MediaItem, ...] = ()
     """Media of the prompt, in the order of the placeholders in its text."""
 

@@ -117,7 +117,7 @@ def is_array(path: Path) -> bool:
 
 
 class JsonArray(JsonObjects):
-    """JSON objects of a file that is one JSON array. Each object takes 16 bytes of memory, and is parsed once to find
+    """JSON objects of a file with a single JSON array. Each object takes 16 bytes of memory, and is parsed once to find
     its end."""
 
     def __init__(self, path: Path, field: str) -> None:
@@ -177,8 +177,8 @@ class JsonArray(JsonObjects):
 class _Reader:
     """A position in a JSON file, with a buffer of the text that follows.
 
-    The text is decoded as Latin-1, in which each letter is one byte: only the places of brackets matter here, and UTF-8
-    has no bytes of ASCII within other letters.
+    The text is decoded as Latin-1, with one byte per letter: only the places of brackets matter here, and UTF-8 has no
+    bytes of ASCII within other letters.
     """
 
     def __init__(self, file: int) -> None:

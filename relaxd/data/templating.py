@@ -78,7 +78,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._safe: dict[tuple[type, str], bool] = {}
-        """Whether templates may read an attribute, by the object's type and the attribute's name."""
+        """Cached checks by the object's type and the attribute's name: True if templates may read the attribute."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is not dict or attribute in DICT_ATTRIBUTES:

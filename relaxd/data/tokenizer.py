@@ -226,7 +226,7 @@ class PromptTokenizer:
             raise DataError("data", f"{example.place} {error}") from error
 
     def _may_exceed(self, text: str, limit: int) -> bool:
-        """Return True if a text has so many bytes that it may have more tokens than the limit."""
+        """Return True if a text may have more tokens than the limit, judged by its number of bytes."""
         if self._growth is None or not text:
             return True
         added = self._tokenizer.num_special_tokens_to_add(is_pair=False) if self.template is None else 0

@@ -41,7 +41,7 @@ class EnvironmentLate(EnvironmentFailed):
 
 @dataclass(frozen=True)
 class OpenedSession:
-    """What an environment returned when a conversation was opened."""
+    """An environment's response to the opening of a conversation."""
 
     messages: list[Message]
     """Messages of the environment that follow the prompt's messages."""

@@ -73,8 +73,7 @@ class BadEnvironmentError(ValueError):
 
 @dataclass(frozen=True)
 class Sample:
-    """What an environment gets when a conversation begins: the prompt, its reference answer, its metadata and a
-    seed."""
+    """Input of an environment for a new conversation: the prompt, its reference answer, its metadata and a seed."""
 
     messages: Sequence[Message]
     """Messages of the prompt. A media item is a part of a message, {"type": "image", "image": a data URI}, in its

@@ -252,7 +252,7 @@ class TokenHistory:
         return len(tokens)
 
     def kept_by(self, prompt: Sequence[int]) -> int:
-        """Return how many of this history's tokens are the beginning of `prompt`; 0 if it doesn't continue the history.
+        """Return the number of this history's tokens that begin `prompt`; 0 if it doesn't continue the history.
 
         The prompt may replace the special token that ended the last reply.
         """
@@ -281,8 +281,8 @@ class TokenHistory:
         self.opens_thinking = _opens_thinking(self._tokenizer.decode(tokens[-LONGEST_TAG:], special=True))
 
     def _join(self, tail: str) -> tuple[str, bool, tuple[int, str] | None]:
-        """Return how text joins a reply: the text to append, whether to keep the sampled stop token, and the special
-        token before the text."""
+        """Return the text to append to a reply, whether to keep the sampled stop token, and the special token before
+        the text."""
         if self._stop is None:
             return tail, True, self._controls.anchor
         stop = self._controls.special[self._stop]

@@ -26,7 +26,7 @@ def placed_replicas(config: RunConfig, given: Mapping[str, int]) -> dict[str, in
 
 
 def machine_problems(config: RunConfig, given: Mapping[str, int], visible: int) -> list[Problem]:
-    """Return what is wrong with a run's placement, also if this machine's `visible` GPUs don't suffice for it.
+    """Return the problems of a run's placement, also if this machine's `visible` GPUs don't suffice for it.
 
     `given`: replicas by role that take precedence over [placement].
     """
@@ -49,7 +49,7 @@ def placement_problems(config: RunConfig, given: Mapping[str, int], visible: int
 
 
 def _problem(config: RunConfig, role: str, number: int, are_gpus: bool, visible: int) -> str:
-    """Return what is wrong with the number of a role's replicas or GPUs; "" if nothing is."""
+    """Return the problem of the number of a role's replicas or GPUs; "" if there is none."""
     each, most = ROLES[role].gpus(config), ROLES[role].most
     if role not in roles_for(config):
         return "the run has no such role: remove it"

@@ -42,7 +42,7 @@ def chunk_layers(layers: int, stages: int, chosen: Sequence[int] = (), chunks: i
 
 @dataclass(frozen=True)
 class ContextDivision:
-    """How context-parallel ranks divide the attention of one tensor-parallel rank's heads."""
+    """Division of the attention of one tensor-parallel rank's heads among context-parallel ranks."""
 
     exchanging: int
     """Number of ranks in a set of exchanging ranks. They exchange tokens for heads: each rank attends with some of the
@@ -182,7 +182,7 @@ class Layout:
         }
 
     def division(self, shape: ModelShape) -> ContextDivision:
-        """Return how context-parallel ranks divide attention. The model's heads must be divisible by
+        """Return the division of attention among context-parallel ranks. The model's heads must be divisible by
         tensor_parallel."""
         return context_division(self.context, shape.heads // self.tensor, shape.kv_heads // self.tensor)
 
@@ -344,8 +344,8 @@ def stage_parameters(shape: ModelShape, layout: Layout, stage: int, *, critic: b
 
 
 def layer_parameters(shape: ModelShape, layout: Layout, layer: int) -> tuple[int, int]:
-    """Return how many parameters outside experts, and how many parameters of experts, a rank holds of one layer. Layers
-    are numbered from 0."""
+    """Return the numbers of parameters, outside experts and of experts, that a rank holds of one layer. Layers are
+    numbered from 0."""
     tensor, hidden, experts = layout.tensor, shape.hidden, shape.experts
     if shape.delta_net is not None and shape.has_delta_net(layer):
         dense = 2 * hidden + shape.delta_net.parameters(hidden, tensor)

@@ -227,7 +227,7 @@ def _qk_norm(config: Config) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class _Family:
-    """How the models of one `model_type` differ from Llama."""
+    """Differences of the models of one `model_type` from Llama."""
 
     switches: Callable[[Config], dict[str, bool]] = lambda config: {}
     """Function of config.json that returns ModelShape's boolean fields by name. Fields that it leaves out are False."""

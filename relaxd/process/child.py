@@ -65,7 +65,7 @@ class ChildExited(ChildError):
 
 @dataclass(frozen=True)
 class ChildExit:
-    """How a child process ended."""
+    """Outcome of a child process: its exit code and its last lines of output."""
 
     exit_code: int
     """Exit code of the child. If a signal killed the child: the signal's number, negative."""

@@ -46,7 +46,7 @@ class TooFewReplicas(redis.ConnectionError):
 
 @dataclass
 class WriteFence:
-    """What a client knows of its tag's mark, a number in Redis that each acknowledged write increments."""
+    """A client's record of its tag's mark, a number in Redis that each acknowledged write increments."""
 
     key: str
     last: int = 0

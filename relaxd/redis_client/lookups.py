@@ -153,7 +153,7 @@ def _join(hosts: tuple[tuple[str, int], ...]) -> str:
 
 
 ASK_SECONDS = 1.0
-"""Deadline of a lookup's query to one server, in seconds. After it the next server is asked."""
+"""Deadline of a lookup's query to one server, in seconds. After it, the lookup tries the next server."""
 
 
 class Lookup(Protocol):

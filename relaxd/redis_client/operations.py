@@ -26,8 +26,8 @@ class Send(NamedTuple):
     commands: Sequence[Command]
     at: At = None
     how: Literal["read", "atomic", "write"] = "read"
-    """How the commands are sent. "atomic": as a transaction. "write": the replies come only once Redis's replicas have
-    the writes, if the URL has `wait_replicas`."""
+    """Mode of sending the commands. "atomic": as a transaction. "write": the replies come only once Redis's replicas
+    have the writes, if the URL has `wait_replicas`."""
 
 
 class FindKeys(NamedTuple):

@@ -146,7 +146,7 @@ class AssignmentFollower:
                 pass
 
     async def stop(self, seconds: float = STOP_RUN_SECONDS) -> None:
-        """Stop the service's run, if there is one, and set the replica's state to IDLE."""
+        """Stop the service's run, if any, and set the replica's state to IDLE."""
         if self.state in (replica_pb2.REPLICA_STATE_STARTING, replica_pb2.REPLICA_STATE_READY):
             _log.info("leaving run %s", self.run_id)
             await self._stop_run(seconds)

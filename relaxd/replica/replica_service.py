@@ -135,8 +135,8 @@ async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: 
 
 
 class ReplicaContext:
-    """What a service needs of its process: settings, coordinator, GPUs and shutdown. Created by `open_context`, for one
-    event loop.
+    """Process-wide objects that a service uses: settings, coordinator, GPUs and shutdown. Created by `open_context`,
+    for one event loop.
 
     Args:
         settings: settings of this process.

@@ -117,8 +117,8 @@ class RunResult:
     folder: Path
     summary: dict[str, Any]
     lines: list[dict[str, Any]]
-    """The lines of metrics.jsonl: one per step, with the step's evaluation if there is one. Step 0 has a line if the
-    initial model was evaluated."""
+    """The lines of metrics.jsonl: one per step, with the step's evaluation, if any. Step 0 has a line if the initial
+    model was evaluated."""
     config_toml: str
     config: RunConfig | None
     """Configuration of the run; None if config.json is missing or from another version of relaxd."""

@@ -30,7 +30,7 @@ def takes_group(reward: Callable[..., Any]) -> bool:
 
 
 def awaits(reward: Callable[..., Any]) -> bool:
-    """Return True if a reward is a coroutine function, or an object whose `__call__` is one."""
+    """Return True if a reward, or its `__call__`, is a coroutine function."""
     function = inspect.unwrap(getattr(reward, "func", reward))
     function = getattr(function, "reward", function)  # of `adapt`
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -182,7 +182,7 @@ class RewardStacks:
 
     def __init__(self) -> None:
         self.place = ""
-        """Where the reward was in the newest stack dump, such as "reward.py:12, in score": the innermost line in the
+        """Place of the reward in the newest stack dump, such as "reward.py:12, in score": the innermost line in the
         reward's file. "" if no stack contained the reward, for example while an async reward awaits."""
         self._in_dump = False
         self._own: list[tuple[str, str, str]] | None = None

@@ -41,11 +41,11 @@ class RewardInput:
     finish_reason: str = ""
     """Reason why the answer ended: "stop", "length", "abort" or another of relaxd/reasons.py; "" if unknown."""
     prompt_messages: Sequence[Message] = ()
-    """Messages of the prompt; empty if it is one user message with the text `prompt`."""
+    """Messages of the prompt; empty if it is a single user message with the text `prompt`."""
     response_messages: Sequence[Message] = ()
-    """Messages after the prompt; empty if it is one message of the model with the text `response`."""
+    """Messages after the prompt; empty if it is a single message of the model with the text `response`."""
     answer_messages: Sequence[Message] = ()
-    """Messages of the reference answer; empty if it is one message with the text `answer`."""
+    """Messages of the reference answer; empty if it is a single message with the text `answer`."""
 
     tokens: int = 0
     """Number of tokens that the model wrote, end tokens included; 0 if unknown."""

@@ -68,9 +68,9 @@ def methods() -> Iterator[MethodDescriptor]:
 
 
 def callers(method: MethodDescriptor) -> tuple[str, ...]:
-    """Return who may call a method, as its proto declares (option `callers` of protos/relaxd/v1/access.proto).
+    """Return the roles that may call a method; empty if its proto declares none.
 
-    Empty if the proto declares nobody.
+    The proto declares them by the option `callers` of protos/relaxd/v1/access.proto.
     """
     return tuple(method.GetOptions().Extensions[access_pb2.callers])
 
@@ -150,7 +150,7 @@ TOKEN_ROLES = (READ, ADMIN, *ROLES)
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a gRPC call, identified by the name and role of the access token."""
+    """Caller of a gRPC method, identified by the name and role of the access token."""
 
     name: str
     """The token's name in the token file, for people."""

@@ -106,7 +106,7 @@ def with_password(redis_url: str, file: str) -> str:
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """How a server authenticates its callers: access tokens and TLS."""
+    """Authentication of callers by a server: access tokens and TLS."""
 
     tokens: AccessTokens | None = None
     """Access tokens that the server accepts; None: calls need no token."""

@@ -93,7 +93,7 @@ DEFAULT_WATCH_SECONDS = 60.0
 
 
 def watch_seconds(max_seconds: float, violations: Violations) -> float:
-    """Return how many seconds a watch call lasts, given the request's max_seconds; 0 means the default.
+    """Return the duration of a watch call in seconds, given the request's max_seconds; 0 means the default.
 
     Adds a violation if max_seconds is out of range.
     """

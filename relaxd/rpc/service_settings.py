@@ -133,7 +133,7 @@ class ServiceSettings:
 
     @property
     def security(self) -> ServerSecurity:
-        """How the process's server authenticates callers: tokens and TLS."""
+        """Authentication of callers by the process's server: tokens and TLS."""
         tokens = self.tokens or (AccessTokens(token=self.token) if self.token else None)
         return ServerSecurity(tokens, self.tls, self.allow_insecure)
 

@@ -15,7 +15,7 @@ from relaxd.rpc.errors import FailedPrecondition
 
 STACK_METADATA = "relaxd-stack"
 STACK_VARIABLE = "RELAXD_STACK"
-"""Environment variable with a stack's identity: the stack of this service, or the one that a command calls."""
+"""Environment variable with a stack's identity: the stack of this service, or the stack that a command calls."""
 STACK_IDENTITY = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 NEEDS_IDENTITY = "/relaxd.v1.Coordinator/Register"
 

@@ -29,7 +29,7 @@ DEVICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What an enclosed program may do: network, memory, and which files it may read and write."""
+    """Permissions of an enclosed program: network, memory, and the files that it may read and write."""
 
     network: bool = False
     """True if the program may use the network."""
@@ -68,7 +68,7 @@ class Measure:
     """One of the restrictions that enclose a program, and whether it is enforced on this machine."""
 
     name: str
-    """What the measure restricts: "network", "files", "memory", "processes", "kernel" or "user"."""
+    """Subject of the restriction: "network", "files", "memory", "processes", "kernel" or "user"."""
     by: str = ""
     """Mechanism that enforces the measure, such as "Landlock"; empty if none does."""
     missing: str = ""
@@ -130,7 +130,7 @@ def _is_readable(path: str) -> bool:
 def _limit_processes(changed: bool) -> Measure:
     """Limit the program's number of processes, if Linux can count them apart from the service's.
 
-    Linux can if the program has a user of its own (`changed`), or else enters a user namespace.
+    Linux can if the program has a separate user (`changed`), or else enters a user namespace.
     """
     if not changed and os.geteuid() == 0:
         return Measure("processes", missing="Linux doesn't limit root's")

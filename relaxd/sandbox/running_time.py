@@ -11,10 +11,10 @@ stopped in between."""
 
 
 def ran(planned: float, passed: float) -> float:
-    """Estimate for how many of the last `passed` seconds this process ran, not stopped or suspended.
+    """Estimate the part of the last `passed` seconds in which this process ran, not stopped or suspended.
 
-    The process planned to read the clock after `planned` seconds. If it did so much later, it was stopped some time
-    before, and half of `planned` counts: results can still be read, and deadlines still end.
+    The process planned to read the clock after `planned` seconds. If it read it much later, it was stopped some
+    time before, and half of `planned` counts: results can still be read, and deadlines still end.
     """
     return passed if passed <= planned + LATE_SECONDS else planned / 2
 
@@ -40,7 +40,7 @@ class RunningClock:
         return now - self._stood
 
     def plan(self, seconds: float) -> float:
-        """Announce that the caller is about to wait. Returns how long to wait before the next call of `now`: at most
+        """Announce that the caller is about to wait. Returns the time to wait before the next call of `now`: at most
         `seconds` and LOOK_SECONDS."""
         self.now()
         planned = min(seconds, LOOK_SECONDS)

@@ -152,15 +152,15 @@ def from_proto(manifest: weights_pb2.WeightManifest) -> list[TensorBucket]:
 
 
 Layout = Literal["flat", "direct"]
-"""How buckets are broadcast. flat: one broadcast per bucket, of a buffer with its tensors in order (`pack`, `unpack`).
-direct: one broadcast per tensor, grouped by bucket, so that both ends can use the models' own memory."""
+"""Layout of buckets' broadcasts. flat: one broadcast per bucket, of a buffer with its tensors in order (`pack`,
+`unpack`). direct: one broadcast per tensor, grouped by bucket, so that both ends can use the models' own memory."""
 
 ALIGNMENT = 256
 """Alignment of the tensors in a buffer for direct broadcasts, in bytes, for speed on GPUs."""
 
 
 def broadcast_layout(transport: Transport, engine: str) -> Layout:
-    """Return how a transport and engine broadcast buckets. All members of a weight group choose the same layout.
+    """Return the broadcast layout of a transport and engine. All members of a weight group choose the same layout.
 
     NCCL fuses a group of broadcasts, so it sends each tensor directly. gloo has a cost per operation, and external
     SGLang servers support flat buckets only.

@@ -51,7 +51,7 @@ _ABORTED = "aborted"
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where and how the members of a weight group meet: transport, store, group name and size."""
+    """Meeting point of a weight group's members: transport, store, group name and size."""
 
     transport: Transport
     store_host: str = "127.0.0.1"

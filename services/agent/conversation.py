@@ -160,7 +160,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ConversationStart:
-    """What a conversation begins with: prompt, seeds, time limit and the session with engines."""
+    """Inputs of a conversation: prompt, seeds, time limit and the session with engines."""
 
     engine: EngineSession
     """The conversation's session with engines. It has the conversation's name."""

@@ -33,7 +33,7 @@ class PromptTooLong(BadPrompt):
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """What all conversations of a run need of the model: configuration, tokenizer, form of tool calls, and engines."""
+    """Model of a run's conversations, the same for all: configuration, tokenizer, form of tool calls, and engines."""
 
     config: RunConfig
     tokenizer: PromptTokenizer

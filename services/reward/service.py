@@ -466,7 +466,7 @@ def _check_messages(violations: Violations, field: str, messages: Iterable[conte
 
 
 def _nesting(value: Any) -> int:
-    """Return how deep lists and objects are nested in a JSON value; 0 for a scalar."""
+    """Return the nesting depth of lists and objects in a JSON value; 0 for a scalar."""
     levels, inside = 0, [value]
     while inside := [one for one in inside if isinstance(one, dict | list)]:
         levels += 1

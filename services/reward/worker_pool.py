@@ -172,7 +172,7 @@ class WorkerPool:
         self._configs = {name: one.model_dump_json() for name, one in configs.items()}
         self._plan = plan_of(self._config, self._environment, secret_files, list(configs.values()))
         self._forms: dict[str, LoadRewardResponse] = {}
-        """What workers reported about each reward that they have loaded, by the reward's name."""
+        """Workers' response about each reward that they have loaded, by the reward's name."""
         self._workers = [_Worker() for _ in range(workers)]
         self._closed = False
         self.scored = 0
@@ -333,7 +333,7 @@ class WorkerPool:
             raise PoolClosedError("the pool of reward workers was closed")
 
     def _describe_exit(self, error: ChildExited) -> str:
-        """Return how a worker's process ended, for messages: signal or exit code, and a hint if it ran out of
+        """Describe the end of a worker's process, for messages: signal or exit code, and a hint if it ran out of
         memory."""
         code = error.exit_code
         reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -140,8 +140,8 @@ class TeacherColumns:
         return self._budget.used
 
     def most_groups(self) -> int:
-        """Return how many groups the replica may hold: twice what fits into the engine, but at least LEAST_GROUPS and
-        at most MOST_GROUPS. Other replicas get the rest."""
+        """Return the maximum number of groups that the replica may hold: twice what fits into the engine, but at least
+        LEAST_GROUPS and at most MOST_GROUPS. Other replicas get the rest."""
         if not self._group_tokens:
             return LEAST_GROUPS
         return min(MOST_GROUPS, max(LEAST_GROUPS, round(2 * self._max_tokens / self._group_tokens)))

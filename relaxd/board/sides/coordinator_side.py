@@ -129,7 +129,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def admission(self, worst_bytes: int) -> RedisOperation[Admission]:
-        """Return how many groups of up to `worst_bytes` bytes the gate admits now, and which limit determines that.
+        """Return the number of groups of up to `worst_bytes` bytes that the gate admits now, and the limit behind it.
 
         The rule is in lua/library/admission.lua. Raises RunMissing.
         """
@@ -153,7 +153,7 @@ class CoordinatorSide(BoardCore):
 
     @operation
     def data_node_problems(self) -> RedisOperation[list[str]]:
-        """Return what is wrong with the run's data nodes. Raises BoardUnavailable if a data node doesn't answer."""
+        """Return the problems of the run's data nodes. Raises BoardUnavailable if a data node doesn't answer."""
         return (yield from data_nodes.problems(self._connection.url, [one.url for one in self._nodes.data]))
 
     @operation

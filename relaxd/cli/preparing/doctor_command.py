@@ -69,7 +69,10 @@ def scope_of(
     *,
     containers: bool = False,
 ) -> Scope:
-    """Return what to check on this machine. `containers`: True if the command will start containers."""
+    """Return the scope of the doctor's checks of this machine.
+
+    `containers`: True if the command will start containers.
+    """
     folder = StateFolder(state)
     containers = containers or compose.read(folder) is not None
     return Scope(

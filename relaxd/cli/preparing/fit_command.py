@@ -72,7 +72,7 @@ def _started(config: RunConfig, replicas: Mapping[str, int]) -> str:
 
 
 def as_dictionary(found: Fit) -> dict[str, Any]:
-    """Return what each GPU will hold, and the other results of `relaxd fit`, as JSON values in bytes and seconds."""
+    """Return the memory use of each GPU, and the other results of `relaxd fit`, as JSON values in bytes and seconds."""
     return {
         "fits": found.fits,
         "gpus": [

@@ -40,7 +40,7 @@ COLUMNS = (
 
 @dataclass
 class RunView:
-    """What is known of a followed run, from the coordinator's messages so far."""
+    """State of a followed run, according to the coordinator's messages so far."""
 
     run: pb.Run = field(default_factory=pb.Run)
     steps: dict[int, dict[str, float]] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class TextArenaGame(Environment):
         return Step(None, rewards[self._player], True, {"moves": self._moves, "invalid_move": invalid})
 
     def _observation(self, done: bool) -> tuple[str, bool]:
-        """Make the other players' moves until it is the model's turn. Returns what is new since the model's last turn,
+        """Make the other players' moves until it is the model's turn. Returns the text since the model's last turn,
         and whether the game is over."""
         while not done:
             player, text = self._game.get_observation()

@@ -23,8 +23,8 @@ except ImportError as error:
 
 Returned = TypeVar("Returned")
 NO_KEY_VARIABLE = "RELAXD_NO_KEY"
-"""Name of an environment variable that is never set, so that verifiers sends no key of its own. The conversation's key
-is sent as x-api-key."""
+"""Name of an environment variable that is never set, so that verifiers itself sends no key. The conversation's key is
+sent as x-api-key."""
 
 
 async def solve(

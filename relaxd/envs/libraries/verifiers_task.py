@@ -107,8 +107,8 @@ def _load_tasks(name: str, config: str, max_tasks: int) -> tuple[Any, list[Any]]
 
 
 def task_for(sample: Sample, tasks: Sequence[Any]) -> Any:
-    """Return the sample's task: the one with the number `idx` in the sample's metadata, or else one chosen by the
-    sample's seed. Raises BadEnvironmentError if there is no such task."""
+    """Return the sample's task: its number is `idx` in the sample's metadata, or else follows from the sample's
+    seed. Raises BadEnvironmentError if there is no such task."""
     index = sample.metadata.get("idx", sample.seed % len(tasks))
     if not isinstance(index, int) or not 0 <= index < len(tasks):
         raise BadEnvironmentError(f"idx is {index!r}: the taskset has the tasks 0 to {len(tasks) - 1}")

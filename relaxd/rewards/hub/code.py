@@ -164,7 +164,7 @@ def _as_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an answer's program passed one test."""
+    """Result of one test of an answer's program."""
 
     passed: bool
     unplain: bool = False

@@ -47,7 +47,7 @@ class _Block:
         return said.lstrip(self.fence[0]).strip()
 
     def ends_in(self, line: str) -> bool:
-        """Return True if the closing fence is at the end of a line of code, instead of on a line of its own."""
+        """Return True if the closing fence is at the end of a line of code, instead of on a separate line."""
         said = line.strip()
         return said.endswith(self.fence) and said.strip(self.fence[0]) != "" and said.count(self.fence) % 2 == 1
 

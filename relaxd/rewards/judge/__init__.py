@@ -68,10 +68,10 @@ async def ask(messages: Messages, *, read: Callable[[str], Any] | None = None, r
 
     Args:
         messages: the user's message, or a conversation.
-        read: parses a reply, and raises ValueError for an invalid reply; the judge is then asked again with another
+        read: parses a reply, and raises ValueError for an invalid reply; the request is then repeated with another
             seed. Without it, the reply's text is returned.
         retries: maximum number of further requests.
-        seed: number of the vote, if the same question is asked several times.
+        seed: number of the vote, if the same question gets several votes.
 
     Returns the result of `read`. Raises NoJudgeError, UnreadableReplyError, or another JudgeError: the judge refuses
     the question, takes too long or is away for too long, or a message has a wrong form.

@@ -18,21 +18,21 @@ may slow a run down or stop it later. problem: something that relaxd needs will 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check of the doctor found, how severe it is, and how to mend it."""
+    """Finding of a doctor's check: its subject, severity and remedy."""
 
     level: Level
     about: str
-    """What was checked, such as "open files"."""
+    """Subject of the check, such as "open files"."""
     found: str
     right: str = ""
     """The state that is required instead, with the reason; empty if nothing is wrong."""
     how: str = ""
-    """How to reach the required state, as a command if possible; empty if `right` says it."""
+    """Steps to the required state, as a command if possible; empty if `right` says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """What the doctor's checks examine: a state folder, a run's configuration, running services."""
+    """Scope of the doctor's checks: a state folder, a run's configuration, running services."""
 
     folder: StateFolder
     """State folder of the stack whose services are running, or would be started."""

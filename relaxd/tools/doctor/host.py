@@ -178,7 +178,7 @@ def clock_finding(ahead: float, newest: Path, synchronised: bool | None, others:
 
 
 def _free_processes() -> tuple[float, str]:
-    """Return how many processes and threads can still start, and the name of the limit, "" if there is none."""
+    """Return the number of processes and threads that can still start, and the limit's name, "" without a limit."""
     free, by = float("inf"), ""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.getuid() != 0 and soft != resource.RLIM_INFINITY:  # Linux doesn't limit root's

@@ -97,7 +97,7 @@ def _fitting(config: RunConfig, models: Models, hardware: Hardware, ranks: int, 
 
 @dataclass(frozen=True)
 class EngineFit:
-    """How many sequences of a run fit into an engine's key-value cache at once."""
+    """Capacity of an engine's key-value cache for a run's sequences."""
 
     memory: EngineMemory
     longest: int

@@ -31,7 +31,7 @@ Measured: 3.6 GB for a model of 135 M parameters, 5.6 GB for 0.6 B."""
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """How an engine divides the memory of each of its GPUs between weights and key-value cache."""
+    """Division of the memory of each of an engine's GPUs between weights and key-value cache."""
 
     weights: int
     """Bytes of the model's weights on the GPU."""

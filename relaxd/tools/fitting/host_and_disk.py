@@ -97,7 +97,7 @@ def critic_checkpoint_bytes(config: RunConfig, models: Models) -> int:
 
 
 def kept_checkpoints(config: RunConfig, models: Models) -> int:
-    """Return how many checkpoints a run keeps: trainer.checkpoint.keep, or fewer because of max_bytes."""
+    """Return the number of checkpoints that a run keeps: trainer.checkpoint.keep, or fewer because of max_bytes."""
     settings, size = config.trainer.checkpoint, checkpoint_bytes(config, models)
     if not settings.max_bytes:
         return settings.keep
@@ -202,7 +202,7 @@ def micro_batch(config: RunConfig, budget: int) -> MicroBatch:
 
 
 def step_work(config: RunConfig, models: Models) -> StepWork:
-    """Return how much the trainer computes in a step, with prompts of maximum and answers of mean length.
+    """Return the trainer's work in a step, with prompts of maximum and answers of mean length.
 
     A forward pass alone (of a frozen model, or for log-probs before several updates) counts as a third of a training
     pass. A critic counts as much as the policy.

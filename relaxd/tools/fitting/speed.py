@@ -44,7 +44,7 @@ FULLNESS = 0.9
 
 @dataclass(frozen=True)
 class StepWork:
-    """How much the trainer computes in a step: tokens, passes and updates."""
+    """The trainer's work in a step: tokens, passes and updates."""
 
     tokens: float
     """Number of tokens in all rows of the step."""
@@ -202,7 +202,7 @@ def groups(layout: Layout, kind: str) -> list[list[int]]:
 
 
 def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
-    """Return how much a host's ranks send to other hosts in ring collectives, in units of a ring's buffer.
+    """Return the data that a host's ranks send to other hosts in ring collectives, in units of a ring's buffer.
 
     `each` is the number of ranks per host. The result is the maximum over hosts.
     """
@@ -215,7 +215,7 @@ def _in_rings(rings: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
-    """Return how much a host's ranks send to other hosts in an all-to-all exchange, in units of a rank's rows.
+    """Return the data that a host's ranks send to other hosts in an all-to-all exchange, in units of a rank's rows.
 
     `each` is the number of ranks per host. The result is the maximum over hosts.
     """
@@ -227,7 +227,7 @@ def _all_to_all(rank_groups: Iterable[Sequence[int]], each: int) -> float:
 
 
 def _between_stages(layout: Layout, each: int) -> float:
-    """Return how much a host's ranks send to pipeline stages on other hosts, in units of a rank's rows.
+    """Return the data that a host's ranks send to pipeline stages on other hosts, in units of a rank's rows.
 
     Counts rows forward and their gradients backward. `each` is the number of ranks per host. The result is the maximum
     over hosts.

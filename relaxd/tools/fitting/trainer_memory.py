@@ -272,7 +272,7 @@ class Held:
 
     role: str
     place: str
-    """Where or when the role has this peak, such as "stage 1" or the turn "train"; "" if all its GPUs are alike."""
+    """Place or time of the role's peak, such as "stage 1" or the turn "train"; "" if all its GPUs are alike."""
     bytes: Bytes
     room: int
     """Bytes of the GPU's memory that the role may fill."""

@@ -14,7 +14,7 @@ WIDTH = 116
 
 
 class KeyFate(Enum):
-    """What became of a key of verl's configuration in the migration."""
+    """Outcome of the migration for a key of verl's configuration."""
 
     WRITTEN = auto()
     """The key was converted to settings of relaxd."""
@@ -39,7 +39,7 @@ class Migrated:
     idle: list[tuple[str, Any]] = field(default_factory=list)
     """verl's keys that need no conversion, as (name, value); see KeyFate.IDLE."""
     fates: dict[str, KeyFate] = field(default_factory=dict)
-    """What became of each of verl's keys, by the key's name."""
+    """Outcome for each of verl's keys, by the key's name."""
     problems: list[str] = field(default_factory=list)
     """Reasons why relaxd would refuse the migrated configuration."""
 

@@ -1,6 +1,5 @@
 """Reads verl's configurations (hydra YAML, scripts and command lines with dotted overrides) and converts them to
-relaxd's settings. The conversions of data and evaluations are here, those of training and of rewards in files of their
-own.
+relaxd's settings. The conversions of data and evaluations are here, those of training and of rewards in separate files.
 """
 
 import re

@@ -192,7 +192,6 @@ def busy_share(before: Sample, after: Sample) -> float:
 
 
 def current_wait(run: Run) -> str:
-    """Return what the open step waits for, in readable form: the kind of wait, and the stage if any; "" without a
-    wait."""
+    """Return the open step's wait in readable form: its kind, and the stage if any; "" without a wait."""
     kind = words(WaitKind)[run.wait.current_kind]
     return f"{kind} {run.wait.current_on}" if run.wait.current_kind == WAIT_KIND_STAGE else kind

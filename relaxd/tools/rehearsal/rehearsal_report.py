@@ -166,7 +166,7 @@ class ResourceLimit:
     available: float
     unit: str
     advice: str
-    """What to change when the capacity doesn't suffice."""
+    """Change to make when the capacity doesn't suffice."""
 
     @property
     def factor(self) -> float:

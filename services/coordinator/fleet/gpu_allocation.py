@@ -47,7 +47,7 @@ def seen_by(
     above 1.
 
     Args:
-        replica_id: the replica that wants GPUs; it counts as the holder of its own GPUs unless another excludes it.
+        replica_id: the replica that wants GPUs; it counts as the holder of GPUs that it has unless another excludes it.
         role: the replica's role.
         holders: ids of the replicas that hold GPUs, by holder record.
         shared: True if the run is colocated.

@@ -126,7 +126,7 @@ class Replica:
     status: ReplicaStatus
     """Status from the replica's last heartbeat; empty before the first heartbeat."""
     draining: bool = False
-    """True once the replica was asked to drain."""
+    """True once a drain of the replica was requested."""
     drain_until: float | None = None
     """Unix time at which the drain must end; None: after the replica's grace period."""
     unheard: bool = False

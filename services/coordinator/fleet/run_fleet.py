@@ -154,7 +154,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What publishing, evaluation, weight synchronisation and health of one run share."""
+    """Context that publishing, evaluation, weight synchronisation and health of one run share."""
 
     run_id: str
     config: RunConfig

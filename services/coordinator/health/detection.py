@@ -78,7 +78,7 @@ class HealthSignals:
         self._watches.clear()
 
     def stuck_seconds(self, role: str) -> float:
-        """Return how many seconds a replica that holds groups may make no progress.
+        """Return the maximum seconds without progress for a replica that holds groups.
 
         This is longer than the role's timeouts.
         """

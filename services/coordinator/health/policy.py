@@ -347,7 +347,7 @@ class HealthPolicy:
                 draft.restart(one, why, RestartMode.FORCE)
 
     def _timeout(self, one: ReplicaHealth) -> float:
-        """Return how many seconds to wait for a replica's new process. The time doubles with each attempt."""
+        """Return the seconds to wait for a replica's new process. The time doubles with each attempt."""
         config = self._config
         doubled = Backoff(config.restart_timeout_seconds, config.role_timeout_seconds).pause(max(1, one.tries))
         return max(config.restart_timeout_seconds, doubled)

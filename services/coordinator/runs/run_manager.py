@@ -393,7 +393,7 @@ class RunManager:
         return self._boards.open(record, active=self.active.record.run_id if self.active else None)
 
     def glance(self, record: RunRecord) -> RunDigest:
-        """Return what is known about a run's state without reading Redis."""
+        """Return the state of a run that is known without reading Redis."""
         active = self._active(record)
         return RunDigest(run_state(record), record.reason_shown, active.step if active is not None else 0)
 

@@ -164,7 +164,7 @@ def speed_per_gpu(metrics: Mapping[str, float], replicas: Sequence[Replica]) -> 
 
 
 def _engine_seconds(replica: Replica, now: float) -> tuple[float, float] | None:
-    """Return how many seconds a replica's engine was busy and paused so far; None if the replica reports neither."""
+    """Return the busy and the paused seconds of a replica's engine so far; None if the replica reports neither."""
     gauges = replica.status.gauges
     if "engine_state" not in gauges:
         return None

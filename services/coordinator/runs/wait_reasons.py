@@ -133,7 +133,7 @@ class RunSnapshot:
 
 @dataclass(frozen=True)
 class Reason:
-    """What a run waits for, and why."""
+    """A run's wait and its cause."""
 
     kind: "pb.WaitKind.ValueType"
     text: str

@@ -46,7 +46,7 @@ class WaitWatcher:
         """Kind of the last logged reason, and the monotonic time of its log line."""
         self.snapshot: RunSnapshot | None = None
         self.reason: Reason | None = None
-        """What the run waits for now, even if such a wait is usual; None if the run waits for nothing."""
+        """The run's present wait, even if such a wait is usual; None if the run waits for nothing."""
 
     async def run_forever(self) -> None:
         """Take and explain a snapshot of the run once a second."""

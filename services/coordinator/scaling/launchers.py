@@ -57,7 +57,7 @@ class LauncherError(Exception):
 
 
 class Launchers:
-    """Makes the calls to the launcher, if there is one, and to replicas given by address."""
+    """Makes the calls to the launcher, if any, and to replicas given by address."""
 
     def __init__(self, peers: Peers, address: str) -> None:
         """`address`: the launcher's address; empty if there is no launcher."""

@@ -30,7 +30,7 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a run ended; names and meanings are those of the RunOutcome enum."""
+    """Outcome of a run; names and meanings are those of the RunOutcome enum."""
 
     COMPLETED = "COMPLETED"
     STOPPED = "STOPPED"
@@ -72,7 +72,7 @@ class RunRecord(Record):
     """Absolute path of the run's folder."""
     phase: Phase = Phase.PENDING
     outcome: Outcome | None = None
-    """How the run ended; None before its end."""
+    """Outcome of the run; None before its end."""
     reason: str = ""
     """Reason for the run's phase, for users."""
     failed_role: str = ""
@@ -333,7 +333,7 @@ ROLLED_BACK = "rolled back, because another replica failed"
 
 
 class ScaleSpec(Record):
-    """What a scale request asks for."""
+    """Parameters of a scale request."""
 
     direction: Direction
     role: str

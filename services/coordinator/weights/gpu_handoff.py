@@ -62,7 +62,7 @@ class HandoffMove(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What the next GPU handoff depends on: the state of replicas, weights and board."""
+    """State of replicas, weights and board on which the next GPU handoff depends."""
 
     trainer: Literal["absent", "waiting", "starting", "ready"]
     """State of the trainer. "waiting": for the GPU, without a model. "starting": it has the GPU and isn't ready."""

@@ -13,7 +13,7 @@ from relaxd.models import DataError
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What an engine needs to know of a model folder: the model's limits, and its tokenizer."""
+    """Facts about a model folder that an engine needs: the model's limits, and its tokenizer."""
 
     vocabulary: int
     """Number of token ids in the model's vocabulary; every token id is smaller."""

@@ -206,7 +206,7 @@ class Version:
 
 
 class HeldWeights(Protocol):
-    """What `check_named` needs to know of an engine's weights."""
+    """State of an engine's weights that `check_named` needs."""
 
     weights: Version | None
     """Version of the weights that were committed last; None before the first commit."""

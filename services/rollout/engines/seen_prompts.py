@@ -27,7 +27,7 @@ from services.rollout.engines.request_types import EngineError, Request
 
 
 def read_model_vision(folder: Path, engine: str) -> VisionModel | None:
-    """Return how a model takes media (sizes, tokens, patches); None if the engine takes no media for this model.
+    """Return a model's rules for media (sizes, tokens, patches); None if the engine takes no media for this model.
 
     Raises DataError if the model's files lack these rules, or are damaged.
     """
@@ -67,7 +67,7 @@ class SeenPrompt:
     """A prompt whose media are ready for the model."""
 
     vision: VisionModel
-    """How the model takes media: sizes, tokens and patches."""
+    """The model's rules for media: sizes, tokens and patches."""
     layout: Layout
     hashes: tuple[str, ...]
     """SHA-256 hash of each medium, in prompt order."""

@@ -397,7 +397,7 @@ def _number(words: Mapping[int, str], word: str) -> Any:
 
 
 def loaded_mebibytes(parent: psutil.Process) -> int:
-    """Return how much the descendants of `parent` have loaded: bytes read plus resident memory, in MiB.
+    """Return the data that the descendants of `parent` have loaded: bytes read plus resident memory, in MiB.
 
     Resident memory counts because mapped files are loaded without read calls.
     """

@@ -91,7 +91,7 @@ class Critic:
             return self._forward.run(self.model, micro_batches, self._loss, forward_only=False)
 
     def pending(self, loss: float) -> PendingUpdate:
-        """Return what the next weight update needs of the critic: optimizer, schedule, loss and gradient clipping."""
+        """Return the critic's part of the next weight update: optimizer, schedule, loss and gradient clipping."""
         return PendingUpdate(self.optimizer, self._schedule, loss, self._clip_grad)
 
     def discard(self) -> None:

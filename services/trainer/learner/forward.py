@@ -56,7 +56,7 @@ from services.trainer.transformer.attention_kernels import attention_kernel, tak
 from services.trainer.transformer.context_parallel import context_ranks
 
 StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
-"""What the last stage returns to Megatron for a micro-batch: loss, a token count that is not used, values to report."""
+"""The last stage's result for a micro-batch, for Megatron: loss, a token count that is not used, values to report."""
 OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
 """Type of functions that compute the last stage's output. Arguments: the output layer's weight, the micro-batch, and
 the hidden states of T tokens, [T / cp_size, 1, hidden]; under sequence parallelism [T / cp_size / tp_size, 1, hidden].

@@ -198,7 +198,7 @@ class Float8Values:
     """Element type that `read` returns and checkpoints store."""
 
     def numel(self) -> int:
-        """Return how many numbers there are."""
+        """Return the number of elements."""
         return self.codes.numel()
 
     def element_size(self) -> int:

@@ -32,7 +32,7 @@ class NonFiniteGradients(ArithmeticError):
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """What a weight update needs of one model."""
+    """One model's part of a weight update."""
 
     optimizer: MegatronOptimizer
     """Chained optimizer of Megatron, whose parameters have their gradients."""

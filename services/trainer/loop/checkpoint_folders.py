@@ -61,7 +61,7 @@ def is_marked(run_folder: Path, step: int) -> bool:
 
 
 def room_for_more(run_folder: Path, max_bytes: int) -> int:
-    """Return how many of `max_bytes` bytes are left after the next checkpoint; negative if the limit is exceeded.
+    """Return the bytes of `max_bytes` that are left after the next checkpoint; negative if the limit is exceeded.
 
     The next checkpoint is assumed to be as large as the newest.
     """

@@ -65,7 +65,7 @@ class CheckpointPart:
         threading.Thread(target=_write, args=arguments, name="write-checkpoint", daemon=True).start()
 
     def reports(self) -> list[dict[str, Any]] | None:
-        """Return what each rank reported: "files" by name, or "error". Return None until all ranks have finished."""
+        """Return each rank's report: "files" by name, or "error". Return None until all ranks have finished."""
         results = self._disk.results(self._name)
         return None if results is None else [json.loads(report) for report in results]
 

@@ -81,7 +81,7 @@ def result_of(answer: "Future[T]", seconds: float) -> T:
 
 
 class Controls(Generic[Server]):
-    """What other threads want of the training thread: pause, drain, sleep, or run an action."""
+    """Requests of other threads to the training thread: pause, drain, sleep, or run an action."""
 
     def __init__(self) -> None:
         self.paused = threading.Event()

@@ -55,7 +55,7 @@ class World:
     size: int
     """Number of ranks in the world."""
     layout: Layout
-    """How the model is divided among the ranks."""
+    """Division of the model among the ranks."""
     device: torch.device
     """Device on which this rank computes: a GPU or the CPU."""
     tp_rank: int

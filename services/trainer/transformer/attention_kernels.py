@@ -229,7 +229,7 @@ def _varlen_in_slices(query: Tensor, key: Tensor, value: Tensor, window: int | N
 def _failure(
     attend: Callable[[Tensor, Tensor, Tensor, int | None], Tensor], head_size: int, windowed: bool
 ) -> str | None:
-    """Compare a kernel, forward and backward, with the formula in float32. Return how it fails, or None."""
+    """Compare a kernel, forward and backward, with the formula in float32. Return the reason for a failure, or None."""
     try:
         if attend is _cudnn and torch.cuda.get_device_capability() < (9, 0):
             return f"the GPU has compute capability {torch.cuda.get_device_capability()}"

@@ -349,7 +349,7 @@ class MixtureOfExperts(MegatronModule):
             self.shared_expert_gate = SharedExpertGate(config)
 
     def forward(self, x: Tensor, inputs: RouterInputs, layer: int, recompute: Recompute) -> Tensor:
-        """Run each token through its experts, and through the shared expert if there is one.
+        """Run each token through its experts, and through the shared expert, if any.
 
         Args:
             x: [T, 1, hidden], this rank's tokens.

@@ -15,7 +15,7 @@ from services.trainer.transformer.kernels import fused_kernels
 
 @dataclass(frozen=True)
 class RouterInputs:
-    """What the routers need for one micro-batch besides its tokens."""
+    """Inputs of the routers for one micro-batch, besides its tokens."""
 
     weight: float = 0.0
     """Total weight of the micro-batch's tokens in the step's loss. The routers' own losses are multiplied by it, and so

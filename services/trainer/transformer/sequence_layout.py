@@ -220,7 +220,7 @@ def query_slice(
     """Create the query slice of the tokens from `begin` to before `end`.
 
     Args:
-        sequences: for each sequence, begin and end of its own tokens, and the places of all its tokens.
+        sequences: for each sequence, its own tokens' begin and end, and the places of all its tokens.
         tokens: number of tokens in the micro-batch.
         begin: first token of the slice.
         end: token after the slice.
@@ -249,7 +249,7 @@ MAX_PADDING = 0.25
 MAX_LENGTH_RATIO = 16
 """Maximum ratio of the longest to the shortest sequence in one cuDNN call."""
 MIN_SEQUENCES = 8
-"""Minimum number of shorter sequences that get a cuDNN call of their own."""
+"""Minimum number of shorter sequences that get a separate cuDNN call."""
 MIN_LENGTH = 128
 """Sequence length, in tokens, up to which cuDNN's time doesn't depend on the length."""
 MIN_SAVING: dict[AttentionKernel, float] = {"cudnn": 3.0, "varlen": 1.25, "blocks": 1.25}
@@ -293,7 +293,7 @@ class DeepStack:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
-    """Where sequences are in a micro-batch of T tokens and P slots, in the forms that attention kernels need."""
+    """Places of the sequences in a micro-batch of T tokens and P slots, in the forms that attention kernels need."""
 
     cu_seqlens: Tensor
     """First slot of each sequence, then P: int32 [sequences + 1]."""

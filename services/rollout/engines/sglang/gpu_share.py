@@ -24,7 +24,7 @@ def show_share(share: float) -> None:
         return
 
     def of_share(device: "torch.device | str | int | None" = None) -> tuple[int, int]:
-        """Return how much GPU memory this process may still allocate, and how large its share is, both in bytes."""
+        """Return the GPU memory that this process may still allocate, and its whole share, both in bytes."""
         room = int(memory_of_all(device)[1] * share)
         return max(0, room - torch.cuda.memory_reserved(device)), room
 

@@ -45,7 +45,7 @@ class Copy:
 
 @dataclass
 class Destination:
-    """Where a checkpoint tensor goes in the model, and how."""
+    """Destination of a checkpoint tensor in the model: copies to parameters, or the model's loader."""
 
     spec: TensorSpec
     copies: list[Copy] = field(default_factory=list)

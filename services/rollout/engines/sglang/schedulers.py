@@ -131,7 +131,7 @@ SCHEDULER_MARGIN_SECONDS = 3.0
 
 
 class Late(Aborted):
-    """Raised when a scheduler process has not answered a call in time; it may still have done what was asked."""
+    """Raised when a scheduler process has not answered a call in time; it may still have executed the call."""
 
 
 class Schedulers:

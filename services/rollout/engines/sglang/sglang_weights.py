@@ -207,7 +207,7 @@ class Reception:
 
 
 class _Receiver:
-    """Receives the broadcasts of one weight group, in buffers of its own: an aborted broadcast may still write."""
+    """Receives the broadcasts of one weight group, in separate buffers: an aborted broadcast may still write."""
 
     def __init__(
         self,
